@@ -1,0 +1,38 @@
+# make check | test | test-all | serve: people, pre-commit and CI run these and nothing else.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PORT ?= 8000
+ADMIN_PORT ?= 8001
+SETTINGS ?= deploy/settings/local.toml
+TORCH := $(shell grep '^torch==' requirements.lock)
+
+.PHONY: install check format test test-all serve
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: requirements.lock pyproject.toml
+	test -x $(PY) || python3 -m venv $(VENV)
+	$(PY) -m pip install -q $(TORCH)
+	$(PY) -m pip install -q -r requirements.lock
+	$(PY) -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+format: install
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+check: install
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+	$(PY) scripts/sizes.py
+
+test: install
+	$(PY) -m pytest -q -m "not slow"
+
+test-all: install
+	$(PY) -m pytest -q
+
+serve: install
+	PORT=$(PORT) ADMIN_PORT=$(ADMIN_PORT) exec $(VENV)/bin/baton serve $(SETTINGS)

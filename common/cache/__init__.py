@@ -1,0 +1,1 @@
+"""Page and slot allocation, and the pools whose memory other rooms read."""

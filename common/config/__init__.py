@@ -1,0 +1,1 @@
+"""Settings, checkpoint facts and the arithmetic over them. Never imports torch."""

@@ -1,0 +1,370 @@
+"""Every message between the router and the rooms: msgpack, tagged, strict, versioned.
+
+A message that has an unknown field, lacks one, or has a value of another type is refused while
+decoding. `VERSION` is exchanged in `Hello`; peers of another version are refused there. Durations
+are seconds; a deadline is the time left when the message was sent (clocks of hosts are not compared).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.contract.regions import PoolInfo, Span
+
+VERSION = 1
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, omit_defaults=True
+):
+    """Base of all messages."""
+
+
+class Endpoint(Message):
+    """A replica: who it is, since when, where it listens, and what its memory looks like."""
+
+    room: str  # "encoder", "prefill" or "decode"
+    id: str
+    epoch: int  # new at every start of the replica
+    host: str
+    port: int
+    agent: str  # NIXL agent name
+    agent_metadata: bytes
+    pools: tuple[PoolInfo, ...]
+    model_print: str
+    layout_print: str
+
+
+class Hello(Message):
+    """First message of a connection, from the caller. The reply is the callee's `Endpoint`."""
+
+    version: int
+    secret: str
+    caller: str  # "router:<id>" or "<room>:<id>"
+
+
+# --- sampling ---------------------------------------------------------------------------------
+
+
+class Sampling(Message):
+    """What a request asks of sampling. Ranges were checked at the front door.
+
+    `max_tokens` counts the first token, which prefill samples. `script` replaces the choice of
+    tokens and exists only with `[testing] scripted = true`.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    logit_bias: dict[int, float] = {}
+    n: int = 1
+    max_tokens: int = 1
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()  # generation ends with one of these
+    logprobs: int | None = None  # None: off; k: the chosen token and the k best
+    script: tuple[int, ...] | None = None
+
+
+class TokenOut(Message):
+    """One sampled token; `top` holds (id, log-probability) pairs, best first."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# --- encoder ----------------------------------------------------------------------------------
+
+
+class ImageRef(Message):
+    """An image by content. `digest` is BLAKE2b-128 over its bytes; sizes are after EXIF orientation."""
+
+    digest: bytes
+    width: int
+    height: int
+    tokens: int
+
+
+class EncodeJob(Message):
+    """router → encoder. `payloads[i]` is empty until the encoder asked for it with `ImagesMissing`."""
+
+    request: str
+    images: tuple[ImageRef, ...]
+    payloads: tuple[bytes, ...]
+    deadline_s: float
+    probe: bool = False
+    trace: str = ""
+
+
+class ImagesMissing(Message):
+    """encoder → router: send these images' bytes (indices into the job's images)."""
+
+    indices: tuple[int, ...]
+
+
+class EmbedPart(Message):
+    """The embeddings of one image: `tokens` rows; `digest` is the additive digest over them."""
+
+    image: bytes
+    tokens: int
+    span: Span
+    digest: int
+
+
+class EmbedTicket(Message):
+    """encoder → router → prefill: where a request's embeddings lie, and until when."""
+
+    nonce: bytes
+    producer: str
+    epoch: int
+    model_print: str
+    layout_print: str
+    parts: tuple[EmbedPart, ...]  # in order of the request's images
+    lease_s: float
+
+
+# --- prefill ----------------------------------------------------------------------------------
+
+
+class PrefillJob(Message):
+    """router → prefill. Image rows start at `image_offsets[i]` in `token_ids`."""
+
+    request: str
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: float
+    image_offsets: tuple[int, ...] = ()
+    embeds: EmbedTicket | None = None
+    embeds_from: Endpoint | None = None
+    salt: bytes = b""  # tenant's share of the prefix keys
+    canary: bool = False
+    probe: bool = False
+    trace: str = ""
+
+
+class Part(Message):
+    """One span of a ticket. `kind`: "state", "conv", "latent", and "canary_state", "canary_conv"."""
+
+    kind: str
+    span: Span
+
+
+class Offer(Message):
+    """First half of a cache ticket: where the request's memory lies."""
+
+    nonce: bytes
+    producer: str
+    epoch: int
+    model_print: str
+    layout_print: str
+    parts: tuple[Part, ...]
+    lease_s: float
+
+
+class Seal(Message):
+    """Second half: what the memory holds. `digests` maps "<kind>:<layer>" to the additive digest."""
+
+    num_tokens: int
+    token_hash: bytes
+    digests: dict[str, int]
+    first: tuple[TokenOut, ...]  # one per choice
+    canary_top: tuple[tuple[int, float], ...] = ()  # logits (not log-probabilities) after the last token
+    cached_tokens: int = 0
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class CacheTicket(Message):
+    """prefill → router → decode."""
+
+    offer: Offer
+    seal: Seal
+
+
+# --- decode -----------------------------------------------------------------------------------
+
+
+class Reserve(Message):
+    """router → decode, before prefill starts. `num_tokens`: prompt and answer together, one choice."""
+
+    request: str
+    prompt_tokens: int
+    max_tokens: int
+    n: int = 1
+    canary: bool = False
+    probe: bool = False
+
+
+class Reservation(Message):
+    """decode → router: slots and pages are held for `lease_s`, renewed like any lease."""
+
+    id: bytes
+    epoch: int
+    lease_s: float
+
+
+class DecodeJob(Message):
+    """router → decode. `forced[c]` are tokens choice c already emitted after the first (replay)."""
+
+    request: str
+    reservation: bytes
+    ticket: CacheTicket
+    producer: Endpoint
+    token_ids: tuple[int, ...]
+    sampling: Sampling
+    deadline_s: float
+    forced: tuple[tuple[int, ...], ...] = ()
+    probe: bool = False
+    trace: str = ""
+
+
+class Accepted(Message):
+    """decode → router: verified; frames follow. Times of waiting, pulling and verifying."""
+
+    wait_s: float
+    pull_s: float
+    verify_s: float
+
+
+class TokenItem(Message):
+    """One choice's share of a frame. `finish`: "" while running, else stop, length, cancelled or error."""
+
+    request: str
+    choice: int
+    tokens: tuple[TokenOut, ...] = ()
+    finish: str = ""
+    error: str = ""
+
+
+class TokenFrame(Message):
+    """decode → router, one per step and router: every token of this router's requests."""
+
+    step: int
+    items: tuple[TokenItem, ...]
+
+
+# --- small messages ---------------------------------------------------------------------------
+
+
+class Renew(Message):
+    """receiver → owner: these tickets or reservations are still wanted."""
+
+    nonces: tuple[bytes, ...]
+
+
+class Release(Message):
+    """receiver → owner: done with a ticket or reservation. `outcome`: released, refused, expired, aborted."""
+
+    nonce: bytes
+    outcome: str
+
+
+class Cancel(Message):
+    """router → room: forget a request wherever it stands."""
+
+    request: str
+
+
+class Done(Message):
+    """The empty reply."""
+
+
+class Refused(Message):
+    """The reply that carries an error of `common.errors`: its code, sentence, and part or field."""
+
+    code: str
+    message: str
+    part: str = ""
+
+
+class Ping(Message):
+    """router → room, every second: a heartbeat. The reply is `Load`."""
+
+
+class Load(Message):
+    """How busy a replica is. Ages and times in seconds; free counts are what a reservation may take."""
+
+    epoch: int
+    queued: int = 0
+    queued_tokens: int = 0
+    running: int = 0
+    free_slots: int = 0
+    free_pages: int = 0
+    total_slots: int = 0
+    total_pages: int = 0
+    oldest_s: float = 0.0
+    suspended: bool = False
+    counters: dict[str, float] = {}  # metric name and labels, as in common.observe.metrics
+
+
+class Inventory(Message):
+    """router → room: what do you hold? The reply is `Holdings`."""
+
+
+class Cached(Message):
+    """What only a cache keeps: counts."""
+
+    pages: int = 0
+    slots: int = 0
+    embeddings: int = 0
+
+
+class Holdings(Message):
+    """What requests and leases hold: counts. Probes are left out."""
+
+    room: str
+    id: str
+    epoch: int
+    pages: int = 0
+    slots: int = 0
+    quarantine: int = 0
+    embeddings: int = 0
+    tickets: int = 0
+    cached: Cached = Cached()
+
+
+AnyMessage = (
+    Endpoint
+    | Hello
+    | EncodeJob
+    | ImagesMissing
+    | EmbedTicket
+    | PrefillJob
+    | CacheTicket
+    | Reserve
+    | Reservation
+    | DecodeJob
+    | Accepted
+    | TokenFrame
+    | Renew
+    | Release
+    | Cancel
+    | Done
+    | Refused
+    | Ping
+    | Load
+    | Inventory
+    | Holdings
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, strict=True)
+
+
+def pack(message: Message) -> bytes:
+    """Encode one message."""
+    return _encoder.encode(message)
+
+
+def unpack(data: bytes | memoryview) -> AnyMessage:
+    """Decode one message.
+
+    Raises:
+        msgspec.ValidationError: unknown tag, unknown or missing field, wrong type.
+    """
+    return _decoder.decode(data)

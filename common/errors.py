@@ -1,0 +1,147 @@
+"""Every error raised on purpose. `router/faults.py` maps the tree to HTTP.
+
+ServingError
+├── ConfigError                 start-up: a setting is wrong
+│   ├── CheckpointError         the checkpoint's files or names are wrong
+│   └── BackendUnsupported      the chosen kernel body cannot take the model's shapes
+├── InvalidRequest        400   the caller must change the request
+│   ├── ContextLengthExceeded
+│   └── ImageRejected
+├── NotFound              404
+├── BodyTooLarge          413
+├── CapacityError         429   no room now; the same request may succeed later
+├── NotReady              503   no pair of rooms has passed its probe
+├── RoomLost              503   a replica died, or stopped answering
+├── TransferError         503   bytes could not be moved
+│   └── HandoffRefused          what arrived, or was promised, is not what was signed
+├── PoisonedState         500   a non-finite value was found in a request's state or logits
+├── DeadlineExceeded      504
+└── Cancelled                   the client left; never reaches HTTP
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class ServingError(Exception):
+    """Root of every error we raise on purpose."""
+
+    code: ClassVar[str] = "internal_error"
+    status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+
+class ConfigError(ServingError):
+    """A setting is wrong; the message names the table, the key and the remedy."""
+
+    code = "config_error"
+
+
+class CheckpointError(ConfigError):
+    """The checkpoint's files, names, shapes or dtypes are not the model's."""
+
+    code = "checkpoint_error"
+
+
+class BackendUnsupported(ConfigError):
+    """The chosen body of an op cannot take this model's shapes on this device."""
+
+    code = "backend_unsupported"
+
+
+class InvalidRequest(ServingError):
+    """The request must be changed; `param` names the field at fault."""
+
+    code, status = "invalid_request_error", 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """Keep the field's name beside the sentence."""
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or the prompt and the answer asked for, do not fit the model's context."""
+
+    code = "context_length_exceeded"
+
+
+class ImageRejected(InvalidRequest):
+    """An image is broken, too large, of an unknown format, or may not be fetched."""
+
+    code = "invalid_image"
+
+
+class NotFound(ServingError):
+    """An unknown path or model."""
+
+    code, status = "not_found", 404
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """Keep the field's name beside the sentence."""
+        super().__init__(message)
+        self.param = param
+
+
+class BodyTooLarge(ServingError):
+    """The request's body is over the configured limit."""
+
+    code, status = "request_too_large", 413
+
+
+class CapacityError(ServingError):
+    """No room now; the same request may succeed later."""
+
+    code, status, retryable = "at_capacity", 429, True
+
+
+class NotReady(ServingError):
+    """No prefill and decode replica have passed a probe with each other."""
+
+    code, status, retryable = "not_ready", 503, True
+
+
+class RoomLost(ServingError):
+    """A replica died or stopped answering while it held the request."""
+
+    code, status, retryable = "room_lost", 503, True
+
+
+class TransferError(ServingError):
+    """Bytes could not be moved between two rooms."""
+
+    code, status, retryable = "transfer_failed", 503, True
+
+
+class HandoffRefused(TransferError):
+    """What arrived, or was promised, is not what was signed. `part` names it.
+
+    Parts: model_print, layout_print, producer, epoch, nonce, lease, token_count, token_hash,
+    span:<kind>, digest:<kind>:<layer>, finite:<kind>, canary.
+    """
+
+    code = "handoff_refused"
+
+    def __init__(self, part: str, message: str) -> None:
+        """Keep the refused part's name beside the sentence."""
+        super().__init__(f"{part}: {message}")
+        self.part = part
+
+
+class PoisonedState(ServingError):
+    """A non-finite value was found in a request's logits or state."""
+
+    code = "non_finite"
+
+
+class DeadlineExceeded(ServingError):
+    """The request's time ran out in one of the rooms."""
+
+    code, status = "deadline_exceeded", 504
+
+
+class Cancelled(ServingError):
+    """The request was cancelled by its client."""
+
+    code, status = "cancelled", 499

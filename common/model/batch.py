@@ -1,0 +1,33 @@
+"""StepBatch: one forward pass as plain data, passed down as an argument.
+
+A batch is either of *chunks* (prefill: every share starts on the grid of 64 and covers whole grid
+chunks, except that the last may be short) or of *steps* (decode: one token a share). It owns no
+memory; slots and pages belong to the pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One request's part of a forward pass."""
+
+    slot: int  # its KDA state
+    pages: tuple[int, ...]  # its MLA pages in order; they cover start + len(token_ids) tokens
+    start: int  # tokens already absorbed by slot and pages
+    token_ids: tuple[int, ...]  # the tokens of this pass, at least one
+    want_logits: bool = True  # of the last token
+    embeds: Tensor | None = None  # [k, hidden] rows that replace token embeddings
+    embed_at: tuple[int, ...] = ()  # k indices into token_ids, ascending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """Many shares of unequal length, of one kind."""
+
+    kind: str  # "chunks" or "steps"
+    shares: tuple[Share, ...] = field(default=())

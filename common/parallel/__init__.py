@@ -1,0 +1,1 @@
+"""Ranks and axes as an explicit object, and the collectives over them."""

@@ -1,0 +1,1 @@
+"""From logits to a token: counter-based noise, filters, penalties, log-probabilities."""

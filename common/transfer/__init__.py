@@ -1,0 +1,1 @@
+"""Publish, fetch, release: moving state between rooms and proving that it arrived."""

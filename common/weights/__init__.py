@@ -1,0 +1,1 @@
+"""Reading checkpoints by their official names, refusing leftovers and gaps."""

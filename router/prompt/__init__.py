@@ -1,0 +1,1 @@
+"""Between chat messages and token ids, both ways."""

@@ -1,0 +1,1 @@
+"""The three rooms, the application that composes them, and the `baton` command."""

@@ -1,0 +1,1 @@
+"""The decode room: verified state in, frames of tokens out."""

@@ -1,0 +1,1 @@
+"""The vision encoder room: images in, embeddings kept in registered memory until they are read."""

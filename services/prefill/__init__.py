@@ -1,0 +1,1 @@
+"""The prefill room: a prompt in, its state and pages offered to a decode room."""
