@@ -1,0 +1,43 @@
+"""Where the golden data lies, and the tiny checkpoints its generator writes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+HERE = Path(__file__).parent.parent / "data"
+GOLDEN = Path(os.environ.get("BATON_GOLDEN", HERE / "golden"))
+NANO_EVAL = Path(os.environ.get("BATON_NANO_EVAL", HERE / "nano_eval.jsonl"))
+NANO = HERE.parent.parent / "checkpoints" / "nano"
+
+
+@functools.cache
+def generator() -> ModuleType:
+    """The module `make_tiny_k3.py` of the golden folder."""
+    spec = importlib.util.spec_from_file_location("make_tiny_k3", GOLDEN / "make_tiny_k3.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def tensors(name: str) -> dict[str, Tensor]:
+    """All arrays of one golden file."""
+    return load_file(GOLDEN / f"{name}.safetensors")
+
+
+def write_tiny(directory: Path, variant: str, *, dtype: str = "float32", **overrides) -> Path:
+    """Write a tiny checkpoint of the golden generator (seed 0) and return its directory."""
+    config, values = generator().build(variant, 0, dtype, **overrides)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(values, directory / "model.safetensors")
+    return directory

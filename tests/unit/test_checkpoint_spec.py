@@ -1,0 +1,194 @@
+"""`config.json` to ModelSpec: the release, its small relatives, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from common.config.checkpoint import load_spec, parse_spec
+from common.errors import CheckpointError
+from tests.support.golden import GOLDEN, NANO, generator
+
+RELEASE = {
+    "architectures": ["KimiK3ForConditionalGeneration"],
+    "model_type": "kimi_k3",
+    "dtype": "bfloat16",
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
+    "pad_token_id": 163839,
+    "media_placeholder_token_id": 163605,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "model_type": "kimi_linear",
+        "hidden_size": 7168,
+        "num_hidden_layers": 93,
+        "vocab_size": 163840,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 96,
+        "head_dim": 74,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "mla_use_nope": True,
+        "mla_use_output_gate": True,
+        "linear_attn_config": {
+            "num_heads": 96,
+            "head_dim": 128,
+            "short_conv_kernel_size": 4,
+            "gate_lower_bound": -5.0,
+            "use_full_rank_gate": True,
+            "full_attn_layers": [*range(4, 93, 4), 93],
+            "kda_layers": [i for i in range(1, 93) if i % 4],
+        },
+        "attn_res_block_size": 12,
+        "hidden_act": "situ",
+        "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0,
+        "intermediate_size": 33792,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "num_experts": 896,
+        "num_experts_per_token": 16,
+        "num_shared_experts": 2,
+        "moe_intermediate_size": 3072,
+        "routed_expert_hidden_size": 3584,
+        "latent_moe_use_norm": True,
+        "moe_router_activation_func": "sigmoid",
+        "moe_renormalize": True,
+        "routed_scaling_factor": 1.0,
+        "use_grouped_topk": True,
+        "num_expert_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1048576,
+        "num_nextn_predict_layers": 0,
+        "dtype": "bfloat16",
+        "quantization_config": {
+            "quant_method": "compressed-tensors",
+            "format": "mxfp4-pack-quantized",
+        },
+    },
+    "vision_config": {
+        "patch_size": 14,
+        "init_pos_emb_height": 64,
+        "init_pos_emb_width": 64,
+        "vt_hidden_size": 1024,
+        "vt_num_hidden_layers": 27,
+        "vt_num_attention_heads": 12,
+        "qkv_hidden_size": 1536,
+        "vt_intermediate_size": 4096,
+        "merge_kernel_size": [2, 2],
+        "text_hidden_size": 7168,
+        "projector_ln_eps": 1e-5,
+    },
+}
+
+
+def changed(path: str, value: object) -> dict:
+    config = copy.deepcopy(RELEASE)
+    table = config
+    *tables, key = path.split(".")
+    for name in tables:
+        table = table[name]
+    if value is None:
+        del table[key]
+    else:
+        table[key] = value
+    return config
+
+
+def test_the_release_is_read() -> None:
+    spec = parse_spec(RELEASE)
+    assert (len(spec.text.kda_layers), len(spec.text.mla_layers)) == (69, 24)
+    assert spec.text.mla_layers[:2] == (3, 7) and spec.text.mla_layers[-2:] == (91, 92)
+    assert spec.text.moe_layers == tuple(range(1, 93))
+    assert (spec.text.mla.latent_width, spec.text.kda.inner) == (576, 12288)
+    assert (spec.text.kda.gate_lower_bound, spec.text.residual_block) == (-5.0, 12)
+    assert (spec.eos, spec.media_pad, spec.quantization) == (163586, 163605, "mxfp4")
+    assert spec.vision is not None and spec.vision.qkv_width == 1536
+    assert spec.prefix == "language_model."
+
+
+def test_nano_is_read() -> None:
+    spec = load_spec(NANO)
+    assert spec.text.mla_layers == (3, 7) and spec.text.residual_block == 3
+    assert (spec.text.moe.top_k, spec.text.moe.latent, spec.quantization) == (4, 128, "mxfp4")
+    assert spec.text.max_position == 8192
+
+
+@pytest.mark.parametrize(
+    ("variant", "quantization", "mla"),
+    [("k3", None, (3, 7, 8)), ("k3-mxfp4", "mxfp4", (3, 7, 8)), ("linear", None, (3, 7, 8))],
+)
+def test_the_golden_generators_configs_are_read(variant, quantization, mla) -> None:
+    make = generator()
+    config = (
+        make.linear_text() | {"dtype": "float32"}
+        if variant == "linear"
+        else make.k3_config(variant, "float32", {})
+    )
+    spec = parse_spec(config)
+    assert (spec.quantization, spec.text.mla_layers) == (quantization, mla)
+    assert spec.prefix == ("" if variant == "linear" else "language_model.")
+    assert spec.text.dtype == "float32"
+
+
+def test_kimi_linear_has_no_residual_blocks_latent_or_output_gate() -> None:
+    spec = load_spec(GOLDEN / "linear_mini")
+    assert spec.vision is None and spec.media_pad is None
+    assert spec.text.residual_block is None and spec.text.moe.latent is None
+    assert spec.text.kda.gate_lower_bound is None and not spec.text.kda.full_rank_gate
+    assert not spec.text.mla.output_gate and spec.text.mla.q_lora_rank is None
+    assert spec.text.moe.scaling == 2.446 and spec.text.activation == "silu"
+
+
+def test_a_truncated_config_keeps_the_layers_it_has() -> None:
+    spec = parse_spec(changed("text_config.num_hidden_layers", 6)).text
+    assert spec.kda_layers == (0, 1, 2, 4, 5) and spec.mla_layers == (3,)
+    assert (spec.num_layers, spec.listed_layers) == (6, 93)
+
+
+def test_fp8_blocks_are_recognised_at_the_top_level() -> None:
+    config = changed("text_config.quantization_config", None)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert parse_spec(config).quantization == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("model_type", "llama", "model_type"),
+        ("text_config.hidden_size", None, "lacks `hidden_size`"),
+        ("text_config.hidden_size", "7168", "of type int"),
+        ("text_config.vocab_size", 0, "above 0"),
+        ("text_config.num_hidden_layers", 94, "every layer from 1 to 94"),
+        ("text_config.linear_attn_config.gate_lower_bound", -6.0, "at least -5"),
+        ("text_config.mla_use_nope", False, "only form implemented"),
+        ("text_config.tie_word_embeddings", True, "only form implemented"),
+        ("text_config.hidden_act", "gelu", '"situ" or "silu"'),
+        ("text_config.num_key_value_heads", 8, "96"),
+        ("text_config.num_expert_group", 5, "divisor"),
+        ("text_config.quantization_config.format", "int4", "MXFP4 packed"),
+        ("vision_config.text_hidden_size", 4096, "7168"),
+        ("vision_config.merge_kernel_size", [2, 1], "two equal"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_by_key(path, value, says) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        parse_spec(changed(path, value), source="x/config.json")
+
+
+def test_a_missing_or_broken_file_is_refused_by_name(tmp_path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(CheckpointError, match="JSON object"):
+        load_spec(tmp_path)
