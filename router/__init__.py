@@ -1,1 +1,1 @@
-"""The front door: HTTP in, jobs to the rooms, tokens out. Never imports torch. Read `flow.py` first."""
+"""The front door: HTTP in, jobs to the rooms, tokens out. No torch here. Read `flow.py` first."""

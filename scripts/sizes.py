@@ -1,4 +1,4 @@
-"""Print lines per package and fail where a file passes the house limits (docs: style, section 4)."""
+"""Print lines per package and fail where a file passes the house limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PRODUCT = ("services", "common", "router")
 
 def main() -> int:
     """Return 1 when a file is too long, 0 otherwise."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.py"], capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "*.py"], capture_output=True, text=True
+    )
     totals: Counter[str] = Counter()
     broken = []
     for name in listed.stdout.split():
@@ -24,8 +26,15 @@ def main() -> int:
         text = path.read_text()
         lines = text.count("\n")
         totals[path.parts[0]] += lines
-        if path.parts[0] in PRODUCT and lines > LIMIT and not (REASON in text and lines <= LIMIT_WITH_REASON):
-            broken.append(f"{name} has {lines} lines; split it, or give the reason in its header ({REASON!r}, at most {LIMIT_WITH_REASON})")
+        if (
+            path.parts[0] in PRODUCT
+            and lines > LIMIT
+            and not (REASON in text and lines <= LIMIT_WITH_REASON)
+        ):
+            broken.append(
+                f"{name} has {lines} lines; split it, or give the reason in its header "
+                f"({REASON!r}, at most {LIMIT_WITH_REASON})"
+            )
     for package, lines in sorted(totals.items()):
         print(f"{package:12} {lines:6}")
     print("\n".join(broken))

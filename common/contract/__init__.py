@@ -1,1 +1,1 @@
-"""The messages rooms and router exchange, and the state machines behind them. Never imports torch."""
+"""The messages of rooms and router, and the state machines behind them. Never imports torch."""

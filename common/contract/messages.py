@@ -2,7 +2,7 @@
 
 A message that has an unknown field, lacks one, or has a value of another type is refused while
 decoding. `VERSION` is exchanged in `Hello`; peers of another version are refused there. Durations
-are seconds; a deadline is the time left when the message was sent (clocks of hosts are not compared).
+are seconds; a deadline is the time left when the message was sent, since clocks of hosts differ.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ VERSION = 1
 
 
 class Message(
-    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True, omit_defaults=True
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag=True,
+    omit_defaults=True,
 ):
     """Base of all messages."""
 
 
-class Endpoint(Message):
+class Endpoint(Message, frozen=True, kw_only=True):
     """A replica: who it is, since when, where it listens, and what its memory looks like."""
 
     room: str  # "encoder", "prefill" or "decode"
@@ -35,7 +40,7 @@ class Endpoint(Message):
     layout_print: str
 
 
-class Hello(Message):
+class Hello(Message, frozen=True, kw_only=True):
     """First message of a connection, from the caller. The reply is the callee's `Endpoint`."""
 
     version: int
@@ -46,7 +51,7 @@ class Hello(Message):
 # --- sampling ---------------------------------------------------------------------------------
 
 
-class Sampling(Message):
+class Sampling(Message, frozen=True, kw_only=True):
     """What a request asks of sampling. Ranges were checked at the front door.
 
     `max_tokens` counts the first token, which prefill samples. `script` replaces the choice of
@@ -70,7 +75,7 @@ class Sampling(Message):
     script: tuple[int, ...] | None = None
 
 
-class TokenOut(Message):
+class TokenOut(Message, frozen=True, kw_only=True):
     """One sampled token; `top` holds (id, log-probability) pairs, best first."""
 
     id: int
@@ -81,8 +86,11 @@ class TokenOut(Message):
 # --- encoder ----------------------------------------------------------------------------------
 
 
-class ImageRef(Message):
-    """An image by content. `digest` is BLAKE2b-128 over its bytes; sizes are after EXIF orientation."""
+class ImageRef(Message, frozen=True, kw_only=True):
+    """An image by content.
+
+    `digest` is BLAKE2b-128 over its bytes; sizes are after EXIF orientation.
+    """
 
     digest: bytes
     width: int
@@ -90,8 +98,11 @@ class ImageRef(Message):
     tokens: int
 
 
-class EncodeJob(Message):
-    """router → encoder. `payloads[i]` is empty until the encoder asked for it with `ImagesMissing`."""
+class EncodeJob(Message, frozen=True, kw_only=True):
+    """router → encoder.
+
+    `payloads[i]` is empty until the encoder asked for it with `ImagesMissing`.
+    """
 
     request: str
     images: tuple[ImageRef, ...]
@@ -101,13 +112,13 @@ class EncodeJob(Message):
     trace: str = ""
 
 
-class ImagesMissing(Message):
+class ImagesMissing(Message, frozen=True, kw_only=True):
     """encoder → router: send these images' bytes (indices into the job's images)."""
 
     indices: tuple[int, ...]
 
 
-class EmbedPart(Message):
+class EmbedPart(Message, frozen=True, kw_only=True):
     """The embeddings of one image: `tokens` rows; `digest` is the additive digest over them."""
 
     image: bytes
@@ -116,7 +127,7 @@ class EmbedPart(Message):
     digest: int
 
 
-class EmbedTicket(Message):
+class EmbedTicket(Message, frozen=True, kw_only=True):
     """encoder → router → prefill: where a request's embeddings lie, and until when."""
 
     nonce: bytes
@@ -131,7 +142,7 @@ class EmbedTicket(Message):
 # --- prefill ----------------------------------------------------------------------------------
 
 
-class PrefillJob(Message):
+class PrefillJob(Message, frozen=True, kw_only=True):
     """router → prefill. Image rows start at `image_offsets[i]` in `token_ids`."""
 
     request: str
@@ -147,14 +158,17 @@ class PrefillJob(Message):
     trace: str = ""
 
 
-class Part(Message):
-    """One span of a ticket. `kind`: "state", "conv", "latent", and "canary_state", "canary_conv"."""
+class Part(Message, frozen=True, kw_only=True):
+    """One span of a ticket.
+
+    `kind`: "state", "conv", "latent", and "canary_state", "canary_conv".
+    """
 
     kind: str
     span: Span
 
 
-class Offer(Message):
+class Offer(Message, frozen=True, kw_only=True):
     """First half of a cache ticket: where the request's memory lies."""
 
     nonce: bytes
@@ -166,20 +180,25 @@ class Offer(Message):
     lease_s: float
 
 
-class Seal(Message):
-    """Second half: what the memory holds. `digests` maps "<kind>:<layer>" to the additive digest."""
+class Seal(Message, frozen=True, kw_only=True):
+    """Second half.
+
+    What the memory holds. `digests` maps "<kind>:<layer>" to the additive digest.
+    """
 
     num_tokens: int
     token_hash: bytes
     digests: dict[str, int]
     first: tuple[TokenOut, ...]  # one per choice
-    canary_top: tuple[tuple[int, float], ...] = ()  # logits (not log-probabilities) after the last token
+    canary_top: tuple[
+        tuple[int, float], ...
+    ] = ()  # logits (not log-probabilities) after the last token
     cached_tokens: int = 0
     wait_s: float = 0.0
     compute_s: float = 0.0
 
 
-class CacheTicket(Message):
+class CacheTicket(Message, frozen=True, kw_only=True):
     """prefill → router → decode."""
 
     offer: Offer
@@ -189,8 +208,11 @@ class CacheTicket(Message):
 # --- decode -----------------------------------------------------------------------------------
 
 
-class Reserve(Message):
-    """router → decode, before prefill starts. `num_tokens`: prompt and answer together, one choice."""
+class Reserve(Message, frozen=True, kw_only=True):
+    """router → decode, before prefill starts.
+
+    `num_tokens`: prompt and answer together, one choice.
+    """
 
     request: str
     prompt_tokens: int
@@ -200,7 +222,7 @@ class Reserve(Message):
     probe: bool = False
 
 
-class Reservation(Message):
+class Reservation(Message, frozen=True, kw_only=True):
     """decode → router: slots and pages are held for `lease_s`, renewed like any lease."""
 
     id: bytes
@@ -208,8 +230,9 @@ class Reservation(Message):
     lease_s: float
 
 
-class DecodeJob(Message):
-    """router → decode. `forced[c]` are tokens choice c already emitted after the first (replay)."""
+class DecodeJob(Message, frozen=True, kw_only=True):
+    """router → decode. `forced[c]` are all tokens choice c already emitted, the first included (replay); empty: none.
+    Forced tokens go through the step and do not appear in frames again."""
 
     request: str
     reservation: bytes
@@ -223,7 +246,7 @@ class DecodeJob(Message):
     trace: str = ""
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True, kw_only=True):
     """decode → router: verified; frames follow. Times of waiting, pulling and verifying."""
 
     wait_s: float
@@ -231,8 +254,11 @@ class Accepted(Message):
     verify_s: float
 
 
-class TokenItem(Message):
-    """One choice's share of a frame. `finish`: "" while running, else stop, length, cancelled or error."""
+class TokenItem(Message, frozen=True, kw_only=True):
+    """One choice's share of a frame.
+
+    `finish`: "" while running, else stop, length, cancelled or error.
+    """
 
     request: str
     choice: int
@@ -241,7 +267,7 @@ class TokenItem(Message):
     error: str = ""
 
 
-class TokenFrame(Message):
+class TokenFrame(Message, frozen=True, kw_only=True):
     """decode → router, one per step and router: every token of this router's requests."""
 
     step: int
@@ -251,30 +277,33 @@ class TokenFrame(Message):
 # --- small messages ---------------------------------------------------------------------------
 
 
-class Renew(Message):
+class Renew(Message, frozen=True, kw_only=True):
     """receiver → owner: these tickets or reservations are still wanted."""
 
     nonces: tuple[bytes, ...]
 
 
-class Release(Message):
-    """receiver → owner: done with a ticket or reservation. `outcome`: released, refused, expired, aborted."""
+class Release(Message, frozen=True, kw_only=True):
+    """receiver → owner.
+
+    Done with a ticket or reservation. `outcome`: released, refused, expired, aborted.
+    """
 
     nonce: bytes
     outcome: str
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True, kw_only=True):
     """router → room: forget a request wherever it stands."""
 
     request: str
 
 
-class Done(Message):
+class Done(Message, frozen=True, kw_only=True):
     """The empty reply."""
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True):
     """The reply that carries an error of `common.errors`: its code, sentence, and part or field."""
 
     code: str
@@ -282,12 +311,15 @@ class Refused(Message):
     part: str = ""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True, kw_only=True):
     """router → room, every second: a heartbeat. The reply is `Load`."""
 
 
-class Load(Message):
-    """How busy a replica is. Ages and times in seconds; free counts are what a reservation may take."""
+class Load(Message, frozen=True, kw_only=True):
+    """How busy a replica is.
+
+    Ages and times in seconds; free counts are what a reservation may take.
+    """
 
     epoch: int
     queued: int = 0
@@ -302,11 +334,11 @@ class Load(Message):
     counters: dict[str, float] = {}  # metric name and labels, as in common.observe.metrics
 
 
-class Inventory(Message):
+class Inventory(Message, frozen=True, kw_only=True):
     """router → room: what do you hold? The reply is `Holdings`."""
 
 
-class Cached(Message):
+class Cached(Message, frozen=True, kw_only=True):
     """What only a cache keeps: counts."""
 
     pages: int = 0
@@ -314,7 +346,7 @@ class Cached(Message):
     embeddings: int = 0
 
 
-class Holdings(Message):
+class Holdings(Message, frozen=True, kw_only=True):
     """What requests and leases hold: counts. Probes are left out."""
 
     room: str

@@ -27,4 +27,6 @@ class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def print_of(facts: Mapping[str, object]) -> str:
     """A print: BLAKE2b-128 over the facts as JSON with sorted keys, in hex."""
-    return hashlib.blake2b(msgspec.json.encode(facts, order="deterministic"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        msgspec.json.encode(facts, order="deterministic"), digest_size=16
+    ).hexdigest()

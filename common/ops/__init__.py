@@ -1,1 +1,1 @@
-"""Numeric operations: each family has a torch definition (`reference`) and, where it pays, faster bodies."""
+"""Numeric operations: a torch definition (`reference`) each and, where it pays, faster bodies."""

@@ -1,0 +1,180 @@
+"""Every knob on one page: one frozen dataclass per TOML table, checked once.
+
+Durations end in `_s`, sizes in `_bytes`. Defaults serve the bundled nano checkpoint on a laptop;
+`deploy/settings/local.toml` shows them in use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.errors import ConfigError
+
+
+def _positive(table: str, values: dict[str, float]) -> None:
+    for key, value in values.items():
+        if value <= 0:
+            raise ConfigError(f"{table}.{key} is {value}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """The [model] table."""
+
+    path: str = "checkpoints/nano"
+    name: str = "nano-k3"  # the id clients send as `model`
+    dtype: str = "float32"  # of weights, latents and activations: float32 or bfloat16
+    device: str = "cpu"
+    context: int = 0  # most tokens of prompt and answer; 0: what the checkpoint allows
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ConfigError(f"model.dtype is {self.dtype!r}; use float32 or bfloat16")
+        if not self.name or any(c.isspace() for c in self.name):
+            raise ConfigError(f"model.name is {self.name!r}; give an id without spaces")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """The [server] table: the two listeners."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: int = 8001
+    body_limit_bytes: int = 64 << 20
+    header_limit_bytes: int = 32 << 10
+    request_timeout_s: float = 600.0
+    keep_alive_s: float = 15.0  # silence after which a stream gets a comment line
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        _positive("server", {"body_limit_bytes": self.body_limit_bytes})
+        for key, port in (("port", self.port), ("admin_port", self.admin_port)):
+            if not 0 <= port <= 65535:
+                raise ConfigError(f"server.{key} is {port}; a port is between 0 and 65535")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSettings:
+    """The [images] table: what the router accepts."""
+
+    max_count: int = 32
+    max_bytes: int = 20 << 20
+    max_pixels: int = 64_000_000
+    allowed_hosts: tuple[str, ...] = ()  # may be private or loopback; others must be public
+    allow_http: bool = True
+    max_redirects: int = 3
+    timeout_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings:
+    """The [router] table."""
+
+    replicas: int = 1
+    queue_limit: int = 256  # requests that wait for a reservation; one more gets 429
+    queue_wait_s: float = 60.0  # a longer wait gets 429
+    retry_after_s: float = 1.0
+    default_max_tokens: int = 4096  # when the request names none; the context may allow less
+    max_choices: int = 8
+    reprefills: int = 1  # times a refused hand-off is prefilled again
+    replays: int = 2  # times a request is continued after a replica died
+    heartbeat_s: float = 1.0
+    silent_s: float = 5.0  # a replica that has not answered for this long is silent
+    probe_s: float = 10.0  # between two probes of a pair
+    canary_share: float = 0.0  # of requests whose last prompt token is computed twice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderSettings:
+    """The [encoder] table."""
+
+    replicas: int = 1
+    arena_rows: int = 8192  # embedding rows kept for readers and as a cache
+    batch_patches: int = 16384  # most patches of one tower pass
+    queue_limit: int = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSettings:
+    """The [prefill] table."""
+
+    replicas: int = 1
+    slots: int = 32
+    pages: int = 1024
+    step_tokens: int = 1024  # most prompt tokens of one step; less than one chunk means one chunk
+    max_batch: int = 16  # most requests of one step
+    queue_limit: int = 256
+
+    def __post_init__(self) -> None:
+        _positive(
+            "prefill",
+            {"slots": self.slots, "pages": self.pages, "step_tokens": self.step_tokens},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """The [decode] table."""
+
+    replicas: int = 1
+    slots: int = 32
+    pages: int = 4096
+    max_batch: int = 32  # most choices of one step
+
+    def __post_init__(self) -> None:
+        _positive("decode", {"slots": self.slots, "pages": self.pages, "max_batch": self.max_batch})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """The [transfer] table."""
+
+    lease_s: float = 30.0
+    renew_s: float = 5.0
+    deadline_s: float = 10.0  # for one fetch
+    quarantine_bound_s: float = 120.0  # a READ still open after this restarts the rank
+    threads: int = 2
+    transports: str = ""  # UCX_TLS, empty: chosen by UCX
+    canary_bound: float = 2e-3  # largest difference of the canary's top logits, fp32
+
+    def __post_init__(self) -> None:
+        if not self.renew_s < self.lease_s / 2:
+            raise ConfigError(
+                f"transfer.renew_s is {self.renew_s:g} and lease_s {self.lease_s:g}; "
+                "a lease must outlive two renewals"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TestingSettings:
+    """The [testing] table: hooks that refuse any bind but loopback."""
+
+    scripted: bool = False  # requests may bring the tokens to emit
+    tamper: str = ""  # a fault planted between DONE and verification, see common/runtime/tamper.py
+    verify: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The whole deployment file."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    images: ImageSettings = field(default_factory=ImageSettings)
+    router: RouterSettings = field(default_factory=RouterSettings)
+    encoder: EncoderSettings = field(default_factory=EncoderSettings)
+    prefill: PrefillSettings = field(default_factory=PrefillSettings)
+    decode: DecodeSettings = field(default_factory=DecodeSettings)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
+    testing: TestingSettings = field(default_factory=TestingSettings)
+
+    def __post_init__(self) -> None:
+        hooks = self.testing.scripted or self.testing.tamper or not self.testing.verify
+        bound = {self.server.host, self.server.admin_host}
+        if hooks and not bound <= {"127.0.0.1", "::1", "localhost"}:
+            raise ConfigError(
+                f"[testing] hooks are on while the server binds {sorted(bound)}; "
+                "bind loopback or remove the [testing] table"
+            )
