@@ -1,0 +1,207 @@
+"""Choose one token a row from logits.
+
+The only place that knows what the fields of `Sampling` mean. It holds nothing between calls: a row
+brings its position and its counts along. It does not stop a request and knows no text.
+
+Order: logit_bias, min_tokens, repetition, frequency and presence, temperature, top_k, top_p, min_p.
+Log-probabilities are those of the model: the log-softmax of the raw logits, before any of these.
+
+A row's result is bit for bit the same alone and in any batch. On a CPU that is by construction: the
+rows are computed one at a time (a vectorised loop rounds its tail differently). On a GPU rows share
+kernels, and only those whose result for a row cannot depend on the number of rows: element-wise
+ones, log-softmax, stable sort, arg max, and sums and scans of integers. Hence top_p adds up
+probabilities in fixed point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from common.contract.messages import Sampling, TokenOut
+from common.errors import PoisonedState
+from common.sampling import noise
+
+_FIXED_POINT = 2.0**40  # the best id's weight; the sum over 2**22 such ids still fits in int64
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What sampling needs to know of one choice of one request."""
+
+    sampling: Sampling
+    choice: int = 0
+    position: int = 0  # tokens this choice has emitted so far
+    counts: Mapping[int, int] = field(default_factory=dict)  # how often each was emitted
+    prompt: Collection[int] = ()  # distinct ids of the prompt; only the repetition penalty looks
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState]:
+    """Choose the next token of every row.
+
+    Args:
+        logits: float32 [R, V], as the model made them; not changed.
+        rows: R rows. A non-zero `temperature` draws with noise keyed by (seed, choice, position);
+            0 takes the best, of equals the lowest id. While `position < len(script)` the token is
+            `script[position]`; its log-probability still comes from the logits.
+
+    Returns:
+        One result a row: a token (with log-probabilities where `sampling.logprobs` is set), or a
+        `PoisonedState` to be raised for that row alone when any of its logits is not finite.
+
+    Raises:
+        ValueError: the logits' shape or dtype is not the above.
+
+    The results are Python numbers: this waits for the device.
+    """
+    if logits.dtype != torch.float32 or logits.ndim != 2 or logits.shape[0] != len(rows):
+        found = f"{logits.dtype} {tuple(logits.shape)}"
+        raise ValueError(f"logits are {found}; float32 [{len(rows)}, vocab] is needed")
+    if not rows:
+        return []
+    if all(_is_plain(row) for row in rows):
+        chosen = logits.argmax(-1)
+    elif logits.device.type == "cpu":
+        chosen = torch.cat([_choose(logits[i : i + 1], [row]) for i, row in enumerate(rows)])
+    else:
+        chosen = _choose(logits, rows)
+    ids: list[int] = chosen.tolist()
+    low, high = torch.aminmax(logits, dim=-1)  # both carry a NaN through
+    healthy: list[bool] = (low.isfinite() & high.isfinite()).tolist()
+    return [
+        _finish(logits[i], row, ids[i]) if healthy[i] else _poisoned(logits[i], row)
+        for i, row in enumerate(rows)
+    ]
+
+
+def _is_plain(row: Row) -> bool:
+    """Whether the arg max of the raw logits is the answer."""
+    return row.sampling.temperature == 0 and not _is_scripted(row) and not _is_adjusted(row)
+
+
+def _is_scripted(row: Row) -> bool:
+    return row.sampling.script is not None and row.position < len(row.sampling.script)
+
+
+def _is_adjusted(row: Row) -> bool:
+    s = row.sampling
+    return bool(
+        s.logit_bias
+        or row.position < s.min_tokens
+        or s.repetition != 1
+        or ((s.presence or s.frequency) and row.counts)
+    )
+
+
+def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The chosen id of each row; int64 [R]. Rows with bad logits get any id."""
+    adjusted = logits
+    if any(_is_adjusted(row) for row in rows):
+        adjusted = logits.clone()
+        for i, row in enumerate(rows):
+            _adjust(adjusted[i], row)
+    chosen = adjusted.argmax(-1)
+    if any(row.sampling.temperature > 0 and not _is_scripted(row) for row in rows):
+        is_drawn = torch.tensor(
+            [row.sampling.temperature > 0 for row in rows], device=logits.device
+        )
+        chosen = torch.where(is_drawn, _draw(adjusted, rows), chosen)
+    for i, row in enumerate(rows):
+        if _is_scripted(row):
+            assert row.sampling.script is not None
+            chosen[i] = row.sampling.script[row.position]
+    return chosen
+
+
+def _adjust(logits: Tensor, row: Row) -> None:
+    """Apply bias, minimum length and penalties to one row [V] in place."""
+    s, vocab, device = row.sampling, logits.shape[0], logits.device
+
+    def index(ids: Collection[int]) -> Tensor:
+        """Ids as a tensor. An id outside the vocabulary cannot be chosen, so nothing is lost."""
+        return torch.tensor([i for i in ids if 0 <= i < vocab], dtype=torch.int64, device=device)
+
+    if s.logit_bias:
+        bias = {i: value for i, value in s.logit_bias.items() if 0 <= i < vocab}
+        logits[index(bias)] += torch.tensor(list(bias.values()), device=device)
+    if row.position < s.min_tokens:
+        logits[index(s.stop_ids)] = _NEVER
+    if s.repetition != 1:
+        seen = index({*row.counts, *row.prompt})
+        value = logits[seen]
+        logits[seen] = torch.where(value > 0, value / s.repetition, value * s.repetition)
+    if (s.presence or s.frequency) and row.counts:
+        seen = index(row.counts)
+        count = torch.tensor([row.counts[i] for i in row.counts if 0 <= i < vocab], device=device)
+        logits[seen] -= s.frequency * count + s.presence
+
+
+def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw by the Gumbel trick: filters first, then the arg max of logits and noise; int64 [R]."""
+    device = logits.device
+    temperature = _column([row.sampling.temperature or 1.0 for row in rows], device)
+    scaled = logits.double() / temperature  # [R, V]
+    scaled -= scaled.amax(-1, keepdim=True)
+    if any(row.sampling.top_k or row.sampling.top_p < 1 for row in rows):
+        scaled.masked_fill_(~_nucleus(scaled, rows), _NEVER)
+    if any(row.sampling.min_p > 0 for row in rows):
+        least = _column(
+            [row.sampling.min_p for row in rows], device
+        ).log()  # log 0 keeps everything
+        scaled.masked_fill_(scaled < least, _NEVER)
+    keys = torch.tensor(
+        [noise.row_key(seed=r.sampling.seed, choice=r.choice, position=r.position) for r in rows],
+        dtype=torch.int64,
+        device=device,
+    )
+    return (noise.gumbel(keys, logits.shape[1]) + scaled).argmax(-1)
+
+
+def _nucleus(scaled: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Which ids top_k and then top_p leave, as bool [R, V].
+
+    top_k keeps exactly k ids, of equals the lowest. top_p looks at what top_k left and keeps the
+    fewest ids, best first, whose share of it reaches top_p: at least one.
+    """
+    device, vocab = scaled.device, scaled.shape[1]
+    best, order = scaled.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(vocab, device=device)
+    top_k = torch.tensor([[row.sampling.top_k or vocab] for row in rows], device=device)
+    weight = (best.exp() * _FIXED_POINT).round().long().masked_fill_(rank >= top_k, 0)
+    before = weight.cumsum(-1) - weight  # mass of all better ids
+    top_p = _column([row.sampling.top_p for row in rows], device)
+    within = (before < weight.sum(-1, keepdim=True) * top_p) | (top_p >= 1)
+    keep = within & (rank < top_k)
+    return torch.zeros_like(keep).scatter_(-1, order, keep)
+
+
+def _column(values: list[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+
+def _finish(logits: Tensor, row: Row, chosen: int) -> TokenOut:
+    """Attach what `logprobs` asks for to a chosen token; `logits` is one raw row [V]."""
+    k = row.sampling.logprobs
+    if k is None:
+        return TokenOut(id=chosen)
+    scores = torch.log_softmax(logits, -1)
+    if k == 0:
+        return TokenOut(id=chosen, logprob=scores[chosen].item())
+    k = min(k, scores.shape[0])
+    # `topk` leaves open which of equals it takes; ids at or above its last value are in order.
+    ids = (logits >= logits.topk(k).values[-1]).nonzero()[:, 0]
+    ids = ids[logits[ids].sort(descending=True, stable=True).indices[:k]]
+    top = tuple(zip(ids.tolist(), scores[ids].tolist(), strict=True))
+    return TokenOut(id=chosen, logprob=scores[chosen].item(), top=top)
+
+
+def _poisoned(logits: Tensor, row: Row) -> PoisonedState:
+    bad = int((~logits.isfinite()).sum())
+    return PoisonedState(
+        f"{bad} of {logits.shape[0]} logits are not finite at token {row.position} of choice "
+        f"{row.choice}; its state cannot be trusted, send the request again"
+    )
