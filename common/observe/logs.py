@@ -1,0 +1,63 @@
+"""Structured log lines: one JSON object each, with the request's id from a context variable.
+
+Lines say what happened to a request, never what it says: no prompt, no token, no key, no image.
+`note` takes only numbers, booleans and short words, so that content cannot slip in by accident.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+WORD_LIMIT = 200  # characters of one value; a longer one is cut
+
+_EXTRA = "baton_fields"
+
+
+class JsonLines(logging.Formatter):
+    """Format a record as one JSON object on one line."""
+
+    def __init__(self, room: str, replica: str = "") -> None:
+        """`room` and `replica` stand in every line."""
+        super().__init__()
+        self._who = {"room": room, "replica": replica} if replica else {"room": room}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Time (UTC), level, event, who, request id, then the event's own fields."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **self._who,
+        }
+        if request := request_id.get():
+            line["request"] = request
+        line |= getattr(record, _EXTRA, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def note(
+    logger: logging.Logger, level: int, event: str, **fields: str | int | float | bool | None
+) -> None:
+    """Write one line: `event` is a fixed sentence, everything that varies is a field."""
+    if logger.isEnabledFor(level):
+        short = {k: v[:WORD_LIMIT] if isinstance(v, str) else v for k, v in fields.items()}
+        logger.log(level, event, extra={_EXTRA: short})
+
+
+def start_logging(room: str, replica: str = "", *, level: int = logging.INFO) -> None:
+    """Send this process's `baton` loggers to stderr as JSON lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines(room, replica))
+    root = logging.getLogger("baton")
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+    root.propagate = False
