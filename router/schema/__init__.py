@@ -1,0 +1,42 @@
+"""The public API as types: what a request may say, and what a reply looks like.
+
+Nothing here does I/O, knows a tokenizer or speaks to a room. A body becomes a checked request, or
+an `InvalidRequest` that names the field at fault.
+"""
+
+from router.schema.chat import ChatRequest, parse_chat
+from router.schema.limits import RequestLimits
+from router.schema.messages import (
+    AssistantMessage,
+    DeveloperMessage,
+    ImagePart,
+    Message,
+    SystemMessage,
+    TextPart,
+    ToolMessage,
+    ToolResult,
+    Turn,
+    UserMessage,
+    image_parts,
+)
+from router.schema.sampling import Script, fit_sampling, ignored_header
+
+__all__ = [
+    "AssistantMessage",
+    "ChatRequest",
+    "DeveloperMessage",
+    "ImagePart",
+    "Message",
+    "RequestLimits",
+    "Script",
+    "SystemMessage",
+    "TextPart",
+    "ToolMessage",
+    "ToolResult",
+    "Turn",
+    "UserMessage",
+    "fit_sampling",
+    "ignored_header",
+    "image_parts",
+    "parse_chat",
+]
