@@ -1,0 +1,135 @@
+"""LatentPool: MLA latents of all requests, page-major: one page holds 64 tokens of every MLA layer.
+
+A page's digest is taken when the page is filled and kept with it. A prefix hit adds stored
+digests and never signs memory again, so what happened to a page since it was made shows. Which
+page is free is the allocator's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from common.cache.layout import PAGE_TOKENS, facts, latent_shape, size_of
+from common.config.checkpoint import TextSpec
+from common.contract.regions import Span
+from common.ops.digest import Signature, digest_pages, signature
+
+
+def pages_of(num_tokens: int) -> int:
+    """Pages that `num_tokens` tokens need."""
+    return -(-num_tokens // PAGE_TOKENS)
+
+
+class LatentPool:
+    """`pages` is [pages, mla_layers, 64, latent_width] in the model's dtype; offsets are 64-bit."""
+
+    def __init__(
+        self, spec: TextSpec, pages: int, *, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        """Allocate zeroed memory for `pages` pages."""
+        shape = latent_shape(spec)
+        self.layers = spec.mla_layers
+        self.pages = torch.zeros((pages, *shape), dtype=dtype, device=device)
+        self.page_bytes = size_of(shape, dtype)
+        self.page_words = (
+            self.page_bytes // len(self.layers) // 4 if self.layers else 0
+        )  # of one layer
+        self._sums = torch.zeros((pages, len(self.layers)), dtype=torch.int64, device=device)
+        self._finite = torch.ones((pages, len(self.layers)), dtype=torch.bool, device=device)
+        self._signed_as: list[int | None] = [None] * pages  # position of the page in its request
+        self._layout = {"latent": facts(shape, dtype, layers=spec.mla_layers)}
+
+    def layout(self) -> dict[str, object]:
+        """This pool's share of the layout print."""
+        return dict(self._layout)
+
+    def spans(self, pages: Sequence[int]) -> tuple[Span, ...]:
+        """Where a request's pages lie, in order; neighbours in memory are merged."""
+        spans: list[Span] = []
+        for page in pages:
+            offset = page * self.page_bytes
+            if spans and spans[-1].offset + spans[-1].size == offset:
+                last = spans.pop()
+                spans.append(
+                    Span(pool="latent", offset=last.offset, size=last.size + self.page_bytes)
+                )
+            else:
+                spans.append(Span(pool="latent", offset=offset, size=self.page_bytes))
+        return tuple(spans)
+
+    def open(self, pages: Sequence[int]) -> None:
+        """Forget the digests kept with these pages: a new owner will fill them anew."""
+        for page in pages:
+            self._signed_as[page] = None
+
+    def sign(self, pages: Sequence[int], first: int) -> None:
+        """Take and keep the digests of pages that were just filled.
+
+        Args:
+            pages: page numbers, all full, following each other in their request.
+            first: position of pages[0] among the request's pages.
+        """
+        if not pages:
+            return
+        sums, finite = self._measure(pages, first, PAGE_TOKENS)
+        index = torch.tensor(list(pages), device=self.pages.device)
+        self._sums[index], self._finite[index] = sums, finite
+        for position, page in enumerate(pages, start=first):
+            self._signed_as[page] = position
+
+    def signed(self, pages: Sequence[int], num_tokens: int) -> Signature:
+        """The request's digests: kept ones for full pages, the last partial page measured now.
+
+        Args:
+            pages: all pages of the request in order.
+            num_tokens: tokens the request has; only these are covered.
+
+        Raises:
+            ValueError: a full page was never signed, or was signed at another position.
+        """
+        full, rest = divmod(num_tokens, PAGE_TOKENS)
+        for position in range(full):
+            if self._signed_as[pages[position]] != position:
+                raise ValueError(
+                    f"page {pages[position]} is not signed as page {position} of its request"
+                )
+        index = torch.tensor(list(pages[:full]), dtype=torch.int64, device=self.pages.device)
+        sums, finite = self._sums[index].sum(0), self._finite[index].all(0)
+        if rest:
+            tail_sums, tail_finite = self._measure(pages[full : full + 1], full, rest)
+            sums, finite = sums + tail_sums[0], finite & tail_finite[0]
+        return signature("latent", self.layers, sums, finite)
+
+    def measure(self, pages: Sequence[int], num_tokens: int) -> Signature:
+        """The request's digests over memory as it is now: what a receiver compares."""
+        full, rest = divmod(num_tokens, PAGE_TOKENS)
+        sums = torch.zeros(len(self.layers), dtype=torch.int64, device=self.pages.device)
+        finite = torch.ones(len(self.layers), dtype=torch.bool, device=self.pages.device)
+        parts = [(pages[:full], 0, PAGE_TOKENS), (pages[full : full + 1], full, rest)]
+        for part, first, tokens in parts:
+            if part and tokens:
+                part_sums, part_finite = self._measure(part, first, tokens)
+                sums, finite = sums + part_sums.sum(0), finite & part_finite.all(0)
+        return signature("latent", self.layers, sums, finite)
+
+    def zero_rest(self, pages: Sequence[int], num_tokens: int) -> None:
+        """Clear what lies behind the request's last token on its last page."""
+        full, rest = divmod(num_tokens, PAGE_TOKENS)
+        if rest:
+            self.pages[pages[full], :, rest:].zero_()
+
+    def copy(self, src: int, dst: int) -> None:
+        """Copy one page with the digest kept with it."""
+        self.pages[dst].copy_(self.pages[src])
+        self._sums[dst], self._finite[dst] = self._sums[src], self._finite[src]
+        self._signed_as[dst] = self._signed_as[src]
+
+    def _measure(
+        self, pages: Sequence[int], first: int, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Digests [n, L] and finiteness [n, L] of the first `tokens` tokens of each page."""
+        index = torch.tensor(list(pages), dtype=torch.int64, device=self.pages.device)
+        values = self.pages[index, :, :tokens]  # [n, L, tokens, width], a copy
+        return digest_pages(values, first * self.page_words)
