@@ -1,0 +1,153 @@
+"""The receiver's side: a hand-off in one process, and destinations that stay their READ's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
+from common.transfer.link import pair_spans
+from common.transfer.local import Fabric, LocalLink
+from common.transfer.receiver import Receiver
+from common.transfer.verify import spans_of
+from tests.support.wire import LAYOUT_PRINT, MODEL_PRINT, TOKEN_HASH, Room
+
+TOKENS = 130
+
+
+class HandOff:
+    """One request prefilled in one room and wanted by another."""
+
+    def __init__(self, **options):
+        self.fabric = Fabric()
+        self.source = Room(LocalLink("source", self.fabric), "p0", seed=1)
+        self.target = Room(LocalLink("target", self.fabric), "d0", seed=2)
+        self.options = options
+        self.receiver = Receiver(self.target.link, quarantine_bound=2, **options)
+        self.source.absorb(2, (5, 6, 9), TOKENS)
+        self.ticket = self.source.publish(2, (5, 6, 9), TOKENS)
+        self.slot, self.pages, self.freed = 1, (3, 4, 0), []
+
+    def check(self, **changed):
+        expected = {
+            "model_print": MODEL_PRINT,
+            "layout_print": LAYOUT_PRINT,
+            "num_tokens": TOKENS,
+            "token_hash": TOKEN_HASH,
+            "expected": self.target.expected(TOKENS),
+        }
+        producer = changed.pop("producer", self.source.endpoint)
+        self.receiver.check(changed.pop("ticket", self.ticket), producer, **expected | changed)
+
+    def pairs(self):
+        spans, states = spans_of(self.ticket), self.target.states.span(self.slot)
+        pairs = [(states[kind], spans[kind][0]) for kind in states]
+        return pairs + pair_spans(self.target.latents.spans(self.pages), spans["latent"])
+
+    def fetch(self, *, deadline_s=5.0, cancelled=lambda: False):
+        self.receiver.fetch(
+            self.source.endpoint,
+            self.pairs(),
+            deadline_s,
+            cancelled,
+            lambda: self.freed.append(True),
+        )
+
+    def measure(self):
+        return self.target.states.sign(self.slot) | self.target.latents.measure(self.pages, TOKENS)
+
+    def verify(self):
+        self.receiver.verify(self.ticket.seal.digests, self.measure)
+
+
+def test_what_was_signed_arrives_and_is_accepted():
+    hand = HandOff()
+    hand.check(), hand.fetch(), hand.verify()
+    assert hand.freed == [True]
+    assert torch.equal(hand.target.states.state[1], hand.source.states.state[2])
+    assert torch.equal(hand.target.latents.pages[[3, 4, 0]], hand.source.latents.pages[[5, 6, 9]])
+
+
+def test_a_ticket_is_accepted_once():
+    hand = HandOff()
+    hand.check()
+    with pytest.raises(HandoffRefused) as refused:
+        hand.check()
+    assert refused.value.part == "nonce"
+
+
+def test_a_refused_ticket_is_used_up_as_well():
+    hand = HandOff()
+    with pytest.raises(HandoffRefused, match="token_count"):
+        hand.check(num_tokens=TOKENS + 1)
+    with pytest.raises(HandoffRefused) as refused:
+        hand.check()
+    assert refused.value.part == "nonce"
+
+
+def flipped(hand: HandOff) -> HandOff:
+    def flip(_stage: str) -> None:
+        hand.target.latents.pages[4, 0, 3, 2].mul_(-1)
+
+    hand.receiver = Receiver(hand.target.link, quarantine_bound=2, tamper=flip, **hand.options)
+    hand.check(), hand.fetch()
+    return hand
+
+
+def test_a_bit_changed_on_arrival_is_refused_by_name():
+    with pytest.raises(HandoffRefused) as refused:
+        flipped(HandOff()).verify()
+    assert refused.value.part == "digest:latent:3"
+
+
+def test_the_same_change_goes_unseen_without_verification():
+    hand = flipped(HandOff(verifying=False))
+    hand.verify()
+    assert hand.measure().sums != hand.ticket.seal.digests
+
+
+def test_a_deadline_ends_the_request_and_quarantines_its_destination():
+    hand = HandOff()
+    hand.fabric.stall("source")
+    with pytest.raises(DeadlineExceeded):
+        hand.fetch(deadline_s=0.01)
+    assert hand.receiver.sweep() == 0
+    assert (hand.receiver.quarantined, hand.freed, hand.receiver.must_restart) == (1, [], False)
+    hand.fabric.resume("source")
+    assert hand.receiver.sweep() == 1
+    assert (hand.receiver.quarantined, hand.freed) == (0, [True])
+
+
+def test_a_cancel_quarantines_and_a_dead_peer_frees():
+    hand = HandOff()
+    hand.fabric.stall("source")
+    with pytest.raises(Cancelled):
+        hand.fetch(cancelled=lambda: True)
+    hand.fabric.kill("source")
+    assert hand.receiver.sweep() == 1 and hand.freed == [True]
+
+
+def test_at_its_bound_the_quarantine_asks_for_a_restart():
+    hand = HandOff()
+    hand.fabric.stall("source")
+    for _ in range(2):
+        with pytest.raises(Cancelled):
+            hand.fetch(cancelled=lambda: True)
+    assert hand.receiver.must_restart
+    hand.fabric.resume("source")
+    hand.receiver.sweep()
+    assert not hand.receiver.must_restart and hand.freed == [True, True]
+
+
+def test_a_refused_read_frees_at_once():
+    hand = HandOff()
+    hand.fabric.kill("source")
+    with pytest.raises(TransferError):
+        hand.fetch()
+    assert hand.freed == [True] and hand.receiver.quarantined == 0
+
+
+def test_a_read_that_is_done_beats_a_cancel():
+    hand = HandOff()
+    hand.fetch(cancelled=lambda: True)
+    assert hand.freed == [True] and hand.receiver.quarantined == 0
