@@ -31,3 +31,15 @@ class StepBatch:
 
     kind: str  # "chunks" or "steps"
     shares: tuple[Share, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The pools' tensors, read and updated in place by a forward pass.
+
+    The layer axis counts `spec.kda_layers` (state, conv) or `spec.mla_layers` (latent) in order.
+    """
+
+    state: Tensor  # fp32 [slots, kda_layers, heads, V, K]
+    conv: Tensor  # model dtype [slots, kda_layers, heads, taps - 1, 3 (q, k, v), head_dim]
+    latent: Tensor  # model dtype [pages, mla_layers, 64, latent_width]

@@ -1,0 +1,96 @@
+"""Routing and experts in torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.ops.act import Activation, activate
+from common.ops.moe.stack import ExpertStack
+from common.ops.quant.reference import unpack_mxfp4
+from common.ops.rows.reference import linear
+
+LANES = 32  # floats of the widest vector loop; elementwise widths are multiples of it
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor,
+    *,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    renormalize: bool,
+    scaling: float,
+) -> tuple[Tensor, Tensor]:
+    """See `common.ops.moe.route`."""
+    count = logits.shape[-1]
+    # A sigmoid's last bit depends on whether it ran in a vector loop or in its tail: no tails.
+    scores = torch.sigmoid(functional.pad(logits, (0, -count % LANES)))[:, :count]
+    biased = scores + bias
+    if num_groups > 1:
+        grouped = biased.unflatten(-1, (num_groups, -1))
+        best = grouped.topk(2, -1).values.sum(-1).topk(top_groups, -1).indices
+        kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, value=True)
+        biased = grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    ids = biased.topk(top_k, -1).indices.sort(-1).values
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * scaling
+
+
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    stack: ExpertStack,
+    activation: Activation,
+    tile: int | None,
+) -> Tensor:
+    """See `common.ops.moe.experts`."""
+    chosen = x.new_empty(*ids.shape, stack.w2.shape[1])  # [N, k, Z]
+    if stack.w13_scale is None and stack.num_experts <= 8 * ids.shape[1]:
+        _all(x, ids, stack, activation, tile, chosen)
+    else:
+        _some(x, ids, stack, activation, tile, chosen)
+    total = weights[:, :1] * chosen[:, 0].float()
+    for j in range(1, ids.shape[1]):
+        total = total + weights[:, j : j + 1] * chosen[:, j].float()
+    return total.to(x.dtype)
+
+
+def _all(
+    x: Tensor, ids: Tensor, stack: ExpertStack, act: Activation, tile: int | None, out: Tensor
+) -> None:
+    """Every expert on every row: more arithmetic, few calls; for few experts."""
+    inner = activate(
+        linear(x, stack.w13.flatten(0, 1), tile).unflatten(-1, (len(stack.w13), -1)), act
+    )
+    rows, height = len(x), tile or len(x)
+    inner = functional.pad(inner, (0, 0, 0, 0, 0, -rows % height))
+    left = inner.unflatten(0, (-1, height)).transpose(1, 2).flatten(0, 1)  # [tiles * E, tile, F]
+    right = stack.w2.transpose(1, 2).repeat(len(left) // len(stack.w2), 1, 1)
+    every = torch.bmm(left, right).unflatten(0, (-1, len(stack.w2)))  # [tiles, E, tile, Z]
+    every = every.transpose(1, 2).flatten(0, 1)[:rows]
+    out.copy_(every.gather(1, ids.unsqueeze(-1).expand(-1, -1, every.shape[-1])))
+
+
+def _some(
+    x: Tensor, ids: Tensor, stack: ExpertStack, act: Activation, tile: int | None, out: Tensor
+) -> None:
+    """Each expert on the rows that chose it."""
+    for expert in ids.unique().tolist():
+        rows, place = (ids == expert).nonzero(as_tuple=True)
+        w13, w2 = _weights(stack, expert, x.dtype)
+        out[rows, place] = linear(activate(linear(x[rows], w13, tile), act), w2, tile)
+
+
+def _weights(stack: ExpertStack, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if stack.w13_scale is None or stack.w2_scale is None:
+        return stack.w13[expert], stack.w2[expert]
+    return (
+        unpack_mxfp4(stack.w13[expert], stack.w13_scale[expert], dtype),
+        unpack_mxfp4(stack.w2[expert], stack.w2_scale[expert], dtype),
+    )

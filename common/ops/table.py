@@ -1,0 +1,39 @@
+"""Ops: which body serves each op, as one value that is made at start and handed down.
+
+The fields are the public functions of the families, which are their torch definitions; a faster
+body with the same signature and promises may stand in for any of them. Nothing falls back here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from common.ops import act, attnres, conv, kda, mla, moe, norm, paging, rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One body for each op that the model calls; signatures are those of the families."""
+
+    linear: Callable[..., Tensor] = rows.linear
+    rms_norm: Callable[..., Tensor] = norm.rms_norm
+    gated_rms_norm: Callable[..., Tensor] = norm.gated_rms_norm
+    activate: Callable[..., Tensor] = act.activate
+    residual_read: Callable[..., tuple[Tensor, Tensor]] = attnres.read
+    conv_chunks: Callable[..., Tensor] = conv.conv_chunks
+    conv_steps: Callable[..., Tensor] = conv.conv_steps
+    kda_gate: Callable[..., Tensor] = kda.gate
+    kda_chunks: Callable[..., Tensor] = kda.chunks
+    kda_steps: Callable[..., Tensor] = kda.steps
+    write_chunks: Callable[..., None] = paging.write_chunks
+    write_steps: Callable[..., None] = paging.write_steps
+    mla_chunks: Callable[..., Tensor] = mla.attend_chunks
+    mla_steps: Callable[..., Tensor] = mla.attend_steps
+    route: Callable[..., tuple[Tensor, Tensor]] = moe.route
+    experts: Callable[..., Tensor] = moe.experts
+
+
+REFERENCE = Ops()
