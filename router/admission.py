@@ -1,0 +1,75 @@
+"""The bounded queue in front of the rooms: first come, first served.
+
+Only the head tries to get a reservation, so a large request is not overtaken for ever by small
+ones. Who comes when the queue is full, or has waited too long, is told to come back later. Knows
+nothing of what a reservation is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from common.config.settings import RouterSettings
+from common.errors import CapacityError
+from router.bell import Bell
+
+T = TypeVar("T")
+POLL_S = 0.25  # the head tries again after this even when nothing rang
+
+
+class Admission:
+    """One queue per router."""
+
+    def __init__(self, settings: RouterSettings, bell: Bell) -> None:
+        """`bell` rings when a replica's load changed or a request ended."""
+        self._limit = max(1, settings.queue_limit)
+        self._wait_s = settings.queue_wait_s
+        self._bell = bell
+        self._queue: deque[asyncio.Event] = deque()
+
+    def __len__(self) -> int:
+        """How many wait, the one that tries included."""
+        return len(self._queue)
+
+    async def enter(self, attempt: Callable[[], Awaitable[T | None]], *, urgent: bool = False) -> T:
+        """Wait for the turn, then repeat `attempt` until it gives something.
+
+        `urgent` goes to the front past the limit: a request that has begun to answer.
+
+        Raises:
+            CapacityError: the queue is full, or `queue_wait_s` passed.
+        """
+        if len(self._queue) >= self._limit and not urgent:
+            raise CapacityError(
+                f"{len(self._queue)} requests wait already, the most allowed; try again later"
+            )
+        turn = asyncio.Event()
+        if urgent:
+            self._queue.appendleft(turn)
+        else:
+            self._queue.append(turn)
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await self._at_the_head(turn, attempt)
+        except TimeoutError:
+            raise CapacityError(
+                f"no decode replica had room within {self._wait_s:g} s; try again later"
+            ) from None
+        finally:
+            self._queue.remove(turn)
+            if self._queue:
+                self._queue[0].set()
+
+    async def _at_the_head(
+        self, turn: asyncio.Event, attempt: Callable[[], Awaitable[T | None]]
+    ) -> T:
+        while True:
+            while self._queue[0] is not turn:
+                turn.clear()
+                await turn.wait()
+            if (got := await attempt()) is not None:
+                return got
+            await self._bell.wait(POLL_S)

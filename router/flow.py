@@ -1,0 +1,228 @@
+"""START READING HERE: the journey of one request through the rooms.
+
+    reserve ──▶ encode ──▶ prefill ──▶ first tokens out ──▶ hand off ──▶ frames ──▶ end
+    decode      encoder    prefill     to the client        decode       decode
+
+The only file that knows this order. It works on token ids; what they mean, and how they reach the
+client, is the business of `router/routes.py` and `router/prompt`. Tensors never come here: a ticket
+says where they lie, and the next room pulls them.
+
+Every journey ends with a finish reason for each choice or with an error, and whatever a room may
+still hold for it is cancelled there, whichever way it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from common.contract.messages import (
+    Accepted,
+    CacheTicket,
+    EmbedTicket,
+    ImagesMissing,
+    Reservation,
+    TokenItem,
+)
+from common.errors import (
+    Cancelled,
+    CapacityError,
+    DeadlineExceeded,
+    RoomLost,
+    ServingError,
+    TransferError,
+)
+from router import jobs
+from router.account import Account
+from router.answer import Answer
+from router.house import House
+from router.jobs import Task
+from router.ledger import Ledger, expect
+from router.placement import Candidate, choose_encoder, choose_prefill, order_decodes
+from router.recovery import Recovery, is_canary
+from router.replica import Replica
+
+ASKS_FOR_BYTES = 3  # an encoder may forget an image between two messages, but not for ever
+
+_log = logging.getLogger("baton.flow")
+
+
+class Journey:
+    """A task on its way. Iterate `events` once, inside `contextlib.aclosing`."""
+
+    def __init__(self, task: Task, house: House) -> None:
+        """Nothing is asked of any room yet."""
+        self.task, self.house = task, house
+        self.cached_tokens = 0
+        self.account = Account(house.tally, is_probe=task.probe)
+        self.answer = Answer(task.sampling, self.account, house.tally)
+        self._ledger = Ledger(house, task.deadline)
+        self._recovery = Recovery(house.settings.router, house.tally, is_probe=task.probe)
+        self._name = self._seat_name = task.request  # what the rooms, and decode, know it by
+        self._seat: tuple[Replica, Reservation] | None = None  # where it will decode
+        self._is_accepted = False
+
+    async def events(self) -> AsyncIterator[TokenItem]:
+        """Tokens and finish reasons of all choices, as they come.
+
+        Raises:
+            ServingError: the request could not be finished; what came before still counts.
+        """
+        runner = self.house.spawn(self._run())
+        try:
+            while (item := await self.answer.outbox.get()) is not None:
+                yield item
+        finally:
+            runner.cancel()
+
+    async def _run(self) -> None:
+        error: ServingError | None = Cancelled("the client left")
+        try:
+            async with asyncio.timeout_at(self.task.deadline):
+                await self._travel()
+            error = None
+        except TimeoutError:
+            error = DeadlineExceeded("the request's time ran out")
+        except ServingError as known:
+            error = known
+        except Exception:
+            _log.exception("a fault in the router")
+            error = ServingError("the router met a fault of its own")
+        finally:
+            self.answer.outbox.close(error)
+            self._ledger.free()
+            self.account.close(
+                error.code if error else self.answer.finish[0],
+                prompt_tokens=len(self.task.token_ids),
+            )
+
+    async def _travel(self) -> None:
+        """Pass after pass, until one arrives or recovery says that it is enough."""
+        ledger, recovery = self._ledger, self._recovery
+        while True:
+            try:
+                return await self._pass()
+            except TransferError as refused:
+                self._bench(refused)
+                recovery.after_refusal(refused, ledger.at, ledger.route)
+            except RoomLost as lost:
+                dead = recovery.after_death(
+                    lost, ledger.at, ledger.route, accepted=self._is_accepted
+                )
+                if dead == "decode":  # the reservation went with it
+                    self._seat = None
+                    ledger.free()
+            ledger.is_exact = False
+            self._name = f"{self.task.request}~{recovery.stumbles}"
+
+    async def _pass(self) -> None:
+        """One way through the rooms; a second one begins at the reservation that still stands."""
+        self._is_accepted = False
+        self.answer.begin()
+        decode, reservation = self._seat or await self._reserve()
+        embeds = await self._encode() if self.task.images else None
+        ticket, prefill = await self._prefill(embeds, decode)
+        forced = self.answer.greet(ticket.seal.first)
+        if self.answer.is_complete:  # the first tokens were the last ones
+            await self._ledger.release(prefill, self._name, ticket.offer.nonce)
+            await self._ledger.release(decode, self._seat_name, reservation.id)
+            return
+        await self._hand_off((ticket, prefill), (decode, reservation), forced)
+        await self.answer.until_over()
+        self._ledger.settle(decode, self._seat_name)
+
+    async def _reserve(self) -> tuple[Replica, Reservation]:
+        """Wait in the queue until a decode replica has room for the whole request."""
+        self._seat_name = self._name
+        if self.task.probe:
+            seat = await self._try_reserve()
+            if seat is None:
+                raise CapacityError("the decode replica has no room for a probe")
+        else:
+            urgent = self._recovery.stumbles > 0
+            seat = await self.house.admission.enter(self._try_reserve, urgent=urgent)
+            self.account.admitted()
+        self._seat = seat
+        self._ledger.hold(seat[0], seat[1].id)
+        return seat
+
+    async def _try_reserve(self) -> tuple[Replica, Reservation] | None:
+        decodes, by_id = self.house.seen("decode")
+        prefills, _ = self.house.seen("prefill")
+        job = jobs.reserve(self.task, self._seat_name)
+        for key in order_decodes(decodes, prefills, self._usable, avoid=self._recovery.avoid):
+            replica = by_id[key]
+            try:
+                reply = await self._ledger.ask(replica, self._seat_name, job)
+            except CapacityError:
+                self._ledger.settle(replica, self._seat_name)
+            except RoomLost:
+                continue  # it may come back with the reservation: cancelled at the end
+            else:
+                replica.granted_since_load += self.task.sampling.n
+                return replica, expect(reply, Reservation)
+        return None
+
+    async def _encode(self) -> tuple[EmbedTicket, Replica]:
+        """Bytes travel once: the first job carries only the digests of the images."""
+        digests, avoid = [ref.digest for ref, _ in self.task.images], self._recovery.avoid
+        encoder = await self.house.choose("encoder", lambda c: choose_encoder(digests, c, avoid))
+        wanted: set[int] = set()
+        for _ in range(ASKS_FOR_BYTES):
+            job = jobs.encode(self.task, self._name, wanted, self._ledger.left_s())
+            reply = await self._ledger.ask(encoder, self._name, job)
+            if isinstance(reply, EmbedTicket):
+                self._ledger.hold(encoder, reply.nonce)
+                return reply, encoder
+            wanted |= set(expect(reply, ImagesMissing).indices)
+        raise TransferError(f"{encoder.id} asked {ASKS_FOR_BYTES} times for images it was sent")
+
+    async def _prefill(
+        self, embeds: tuple[EmbedTicket, Replica] | None, decode: Replica
+    ) -> tuple[CacheTicket, Replica]:
+        """Prefill pulls the embeddings, computes the prompt and samples the first tokens."""
+        beside, avoid = decode.candidate(), self._recovery.avoid
+        prefill = await self.house.choose(
+            "prefill", lambda c: choose_prefill(c, beside, self._usable, avoid=avoid)
+        )
+        images = (embeds[0], embeds[1].endpoint) if embeds else None
+        job = jobs.prefill(self.task, self._name, images, self._ledger.left_s())
+        with prefill.carrying(len(self.task.token_ids)):
+            ticket = expect(await self._ledger.ask(prefill, self._name, job), CacheTicket)
+        if embeds:
+            self._ledger.settle(embeds[1], self._name)
+        self._ledger.hold(prefill, ticket.offer.nonce)
+        self.account.prefilled(ticket.seal)
+        self.cached_tokens = self.cached_tokens or ticket.seal.cached_tokens
+        return ticket, prefill
+
+    async def _hand_off(
+        self,
+        ticket: tuple[CacheTicket, Replica],
+        seat: tuple[Replica, Reservation],
+        forced: list[list[int]],
+    ) -> None:
+        """Decode pulls, verifies and accepts; from then on it owns the request's memory."""
+        (sealed, prefill), (decode, reservation), name = ticket, seat, self._seat_name
+        signed = (sealed, prefill.endpoint)
+        job = jobs.decode(self.task, name, reservation.id, signed, forced, self._ledger.left_s())
+        decode.followers[name] = self.answer
+        self.account.accepted(expect(await self._ledger.ask(decode, name, job), Accepted))
+        self._is_accepted = True
+        self._ledger.let_lapse()
+        self._ledger.settle(prefill, self._name)
+
+    def _bench(self, refused: TransferError) -> None:
+        """A canary says that two replicas compute differently: they serve no more together."""
+        route = self._ledger.route
+        if is_canary(refused):
+            prefill, decode = route["prefill"].candidate(), route["decode"].candidate()
+            self.house.pairs.failed(prefill, decode)
+            if choose_prefill(self.house.seen("prefill")[0], decode, self._usable) is None:
+                raise refused
+
+    def _usable(self, prefill: Candidate, decode: Candidate) -> bool:
+        if self.task.pair is not None:
+            return self.task.pair == (prefill.id, decode.id)
+        return self.house.pairs.usable(prefill, decode)

@@ -1,0 +1,48 @@
+"""Which pairs of prefill and decode replicas have proved themselves with each other.
+
+A verdict holds for one epoch of both. A pair that failed needs `PASSES_TO_RETURN` passing probes in
+a row to come back: a wrong computation that shows only sometimes must not swing in and out. Pure
+bookkeeping; who probes is `router/readiness.py`.
+"""
+
+from __future__ import annotations
+
+from router.placement import Candidate
+
+PASSES_TO_RETURN = 3
+
+
+class Pairs:
+    """How many passing probes each (prefill id, epoch, decode id, epoch) still owes."""
+
+    def __init__(self) -> None:
+        """No pair has been probed."""
+        self._owed: dict[tuple[str, int, str, int], int] = {}
+
+    def usable(self, prefill: Candidate, decode: Candidate) -> bool:
+        """Whether the pair may serve."""
+        return self._owed.get(_key(prefill, decode)) == 0
+
+    def passed(self, prefill: Candidate, decode: Candidate) -> None:
+        """A probe of the pair gave the right tokens."""
+        key = _key(prefill, decode)
+        self._owed[key] = max(0, self._owed.get(key, 1) - 1)
+
+    def failed(self, prefill: Candidate, decode: Candidate) -> None:
+        """A probe or a canary showed a wrong computation: out of service."""
+        self._owed[_key(prefill, decode)] = PASSES_TO_RETURN
+
+    def count_usable(self, prefills: list[Candidate], decodes: list[Candidate]) -> int:
+        """How many of these pairs may serve."""
+        return sum(self.usable(p, d) for p in prefills for d in decodes)
+
+    def forget_older(self, present: list[Candidate]) -> None:
+        """Drop verdicts about an earlier epoch of a replica that is present in a later one."""
+        epochs = {c.id: c.epoch for c in present}
+        for p, p_epoch, d, d_epoch in list(self._owed):
+            if epochs.get(p, p_epoch) != p_epoch or epochs.get(d, d_epoch) != d_epoch:
+                del self._owed[p, p_epoch, d, d_epoch]
+
+
+def _key(prefill: Candidate, decode: Candidate) -> tuple[str, int, str, int]:
+    return prefill.id, prefill.epoch, decode.id, decode.epoch
