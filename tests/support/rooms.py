@@ -1,8 +1,8 @@
 """Fake rooms that speak the contract over real sockets, and remember what they hold.
 
 They compute nothing: token `i` of choice `c` is `answer(prompt, c, i)`. A test can plant a reply
-(`plant`), hold a call at the door (`gate`), stop frames after some tokens (`pause_after`) or end the
-replica (`die`).
+(`plant`), hold a call at the door (`gate`), stop frames after some tokens (`pause_after`) or end
+the replica (`die`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The journey of a request: order of rooms, cancelling, refusals, deaths, and nothing left behind."""
+"""The journey of a request: order of rooms, cancelling, refusals, deaths; nothing stays behind."""
 
 from __future__ import annotations
 
