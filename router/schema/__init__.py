@@ -10,6 +10,7 @@ from router.schema.messages import (
     AssistantMessage,
     DeveloperMessage,
     ImagePart,
+    ImageSource,
     Message,
     SystemMessage,
     TextPart,
@@ -17,7 +18,7 @@ from router.schema.messages import (
     ToolResult,
     Turn,
     UserMessage,
-    image_parts,
+    image_sources,
 )
 from router.schema.sampling import Script, fit_sampling, ignored_header
 
@@ -26,6 +27,7 @@ __all__ = [
     "ChatRequest",
     "DeveloperMessage",
     "ImagePart",
+    "ImageSource",
     "Message",
     "RequestLimits",
     "Script",
@@ -37,6 +39,6 @@ __all__ = [
     "UserMessage",
     "fit_sampling",
     "ignored_header",
-    "image_parts",
+    "image_sources",
     "parse_chat",
 ]

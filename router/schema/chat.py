@@ -19,7 +19,7 @@ from router.schema.messages import (
     SystemMessage,
     Turn,
     arrange,
-    image_parts,
+    image_sources,
 )
 from router.schema.sampling import (
     Count,
@@ -197,7 +197,7 @@ def _logprobs(chat: ChatBody) -> int | None:
 
 
 def _check_images(messages: Sequence[Turn], limits: RequestLimits) -> None:
-    count = sum(1 for _ in image_parts(messages))
+    count = len(image_sources(messages))
     if count > limits.max_images:
         raise InvalidRequest(
             f"`messages` hold {count} images; at most {limits.max_images} are allowed",

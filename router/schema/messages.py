@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -116,6 +117,7 @@ class ToolResult(msgspec.Struct, frozen=True, kw_only=True):
 
     tool: str
     index: int
+    position: int  # in the request's messages
     content: str | list[TextPart | ImagePart] | None
 
 
@@ -184,7 +186,9 @@ def _match(
         raise InvalidRequest(f"`{param}` was answered by an earlier message already", param=param)
     answered.add(message.tool_call_id)
     calling, index, tool = calls[message.tool_call_id]
-    return (calling, index), ToolResult(tool=tool, index=index, content=message.content)
+    return (calling, index), ToolResult(
+        tool=tool, index=index, position=position, content=message.content
+    )
 
 
 def call_arguments(text: str) -> dict[str, Any] | str | list[Any]:
@@ -209,9 +213,22 @@ def _finite(text: str) -> float:
     return value
 
 
-def image_parts(messages: Sequence[Turn]) -> Iterator[ImagePart]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSource:
+    """Where an image of a request comes from, and which field of the body says so."""
+
+    url: str
+    param: str
+
+
+def image_sources(messages: Sequence[Turn]) -> list[ImageSource]:
     """Every image of arranged messages, in the order in which the prompt meets them."""
-    for message in messages:
-        content = message.content
-        if isinstance(content, list):
-            yield from (part for part in content if isinstance(part, ImagePart))
+    sources = []
+    for position, message in enumerate(messages):
+        sent = message.position if isinstance(message, ToolResult) else position
+        parts = message.content if isinstance(message.content, list) else ()
+        for index, part in enumerate(parts):
+            if isinstance(part, ImagePart):
+                param = f"messages[{sent}].content[{index}].image_url"
+                sources.append(ImageSource(url=part.url, param=param))
+    return sources

@@ -9,12 +9,11 @@ from common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from router.faults import describe
 from router.schema import (
     AssistantMessage,
-    ImagePart,
     RequestLimits,
     ToolResult,
     fit_sampling,
     ignored_header,
-    image_parts,
+    image_sources,
     parse_chat,
 )
 
@@ -273,9 +272,13 @@ def test_images_are_met_in_the_prompts_order():
         {"role": "tool", "tool_call_id": "y", "content": [image("3")]},
         {"role": "tool", "tool_call_id": "x", "content": [{"type": "image_url", "image_url": "2"}]},
     ]
-    parts = list(image_parts(parse(messages=conversation).messages))
-    assert [part.url for part in parts] == ["1", "2", "3"]
-    assert all(isinstance(part, ImagePart) for part in parts)
+    sources = image_sources(parse(messages=conversation).messages)
+    assert [source.url for source in sources] == ["1", "2", "3"]
+    assert [source.param for source in sources] == [
+        "messages[0].content[1].image_url",
+        "messages[3].content[0].image_url",
+        "messages[2].content[0].image_url",
+    ]
 
 
 @pytest.mark.parametrize(
