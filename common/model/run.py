@@ -1,0 +1,109 @@
+"""Run: what every part of one forward pass shares, made once from a StepBatch.
+
+Turns shares into index tensors and rows. A pass over chunks has rows [C * 64]; a pass of steps
+has one row a share and then padding to a whole tile. Owns no memory and knows no weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from common.config.spec import CHUNK
+from common.model.batch import Memory, Share, StepBatch
+from common.ops.plan import Chunks, Steps
+from common.ops.rows import STEP_TILE
+from common.ops.table import Ops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One forward pass. `tile` is the height of matrix products; None multiplies all rows."""
+
+    plan: Chunks | Steps
+    memory: Memory
+    ops: Ops
+    tile: int | None
+    rows: int  # of the hidden states, padding included
+    real: int  # leading rows that a pass of steps has; equals `rows` in a pass of chunks
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [N, K], weight [O, K] -> [N, O]."""
+        return self.ops.linear(x, weight, self.tile)
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Rows of the shares [real, ...] -> rows of the pass [rows, ...]."""
+        missing = self.rows - len(x)
+        if missing == 0:
+            return x
+        return functional.pad(x, (0, 0) * (x.dim() - 1) + (0, missing))
+
+
+def prepare(
+    batch: StepBatch, memory: Memory, ops: Ops, *, exact: bool, device: torch.device
+) -> Run:
+    """Check a batch and lay it out.
+
+    Raises:
+        ValueError: a share is empty, off the grid, or owns too few pages; the kind is unknown.
+    """
+    shares = batch.shares
+    for share in shares:
+        _check(share, batch.kind)
+    tables = _tables(shares, device)
+    slots = torch.tensor([share.slot for share in shares], device=device)
+    starts = torch.tensor([share.start for share in shares], device=device)
+    if batch.kind == "steps":
+        rows = -(-len(shares) // STEP_TILE) * STEP_TILE if exact else len(shares)
+        steps = Steps(slots=slots, starts=starts, tables=tables)
+        tile = STEP_TILE if exact else None
+        return Run(plan=steps, memory=memory, ops=ops, tile=tile, rows=rows, real=len(shares))
+    first, lengths = [0], []
+    for share in shares:
+        count = len(share.token_ids)
+        lengths += [min(CHUNK, count - at) for at in range(0, count, CHUNK)]
+        first.append(len(lengths))
+    plan = Chunks(
+        slots=slots,
+        first=torch.tensor(first, device=device),
+        starts=starts,
+        lengths=torch.tensor(lengths, device=device),
+        tables=tables,
+    )
+    rows = len(lengths) * CHUNK
+    tile = CHUNK if exact else None
+    return Run(plan=plan, memory=memory, ops=ops, tile=tile, rows=rows, real=rows)
+
+
+def token_rows(batch: StepBatch) -> list[int]:
+    """The row of every share's first token, in share order."""
+    if batch.kind == "steps":
+        return list(range(len(batch.shares)))
+    rows, at = [], 0
+    for share in batch.shares:
+        rows.append(at)
+        at += -(-len(share.token_ids) // CHUNK) * CHUNK
+    return rows
+
+
+def _check(share: Share, kind: str) -> None:
+    count = len(share.token_ids)
+    if kind not in ("chunks", "steps"):
+        raise ValueError(f"a batch's kind is {kind!r}; it must be 'chunks' or 'steps'")
+    if kind == "steps" and count != 1:
+        raise ValueError(f"a share of a step has {count} tokens; it must have one")
+    if kind == "chunks" and (count == 0 or share.start % CHUNK):
+        raise ValueError(f"a share of {count} tokens starts at {share.start}, off the grid")
+    if len(share.pages) * CHUNK < share.start + count:
+        raise ValueError(
+            f"slot {share.slot} has {len(share.pages)} pages for {share.start + count} tokens"
+        )
+
+
+def _tables(shares: tuple[Share, ...], device: torch.device) -> Tensor:
+    width = max(len(share.pages) for share in shares)
+    rows = [[*share.pages, *[-1] * (width - len(share.pages))] for share in shares]
+    return torch.tensor(rows, device=device)

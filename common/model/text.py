@@ -1,0 +1,152 @@
+"""The text model: embeddings, layers, final norm, logits.
+
+Reads and updates slots and pages in place. With `exact` (the reference path) a request's bits
+depend on its own tokens and their place on the grid of 64 alone: not on its neighbours, its
+position in the batch, or the number of passes its prompt was divided over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common.config.spec import TextSpec
+from common.model import kda, mla
+from common.model.batch import Memory, StepBatch
+from common.model.moe import activation_of, feed_forward
+from common.model.residual import Blocks, Residual, Stream
+from common.model.run import Run, prepare, token_rows
+from common.ops.rows import STEP_TILE
+from common.ops.table import REFERENCE, Ops
+from common.weights.tree import KdaWeights, TextWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Features:
+    """Hidden states for a draft model, [tokens, D] per captured layer, shares in order."""
+
+    layers: tuple[int, ...]  # 0-based; the state after that layer
+    states: tuple[Tensor, ...]
+
+
+class TextModel:
+    """Weights, shapes and op bodies; holds nothing of any request."""
+
+    def __init__(
+        self,
+        spec: TextSpec,
+        weights: TextWeights,
+        *,
+        ops: Ops = REFERENCE,
+        exact: bool = True,
+    ) -> None:
+        """Bind a checkpoint's weights.
+
+        Args:
+            spec: shapes of the text model.
+            weights: what `load_text` returned.
+            ops: the bodies chosen for this device.
+            exact: multiply in fixed row tiles; False multiplies all rows at once.
+        """
+        self.spec, self.weights = spec, weights
+        self._ops, self._exact, self._act = ops, exact, activation_of(spec)
+
+    def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
+        """One pass.
+
+        A share with start 0 begins from zero state whatever its slot held. Padding touches
+        neither slots nor pages.
+
+        Args:
+            batch: shares of one kind, at least one, with distinct slots.
+            memory: the pools' tensors; slots and pages of the shares are updated in place.
+
+        Returns:
+            fp32 logits [shares with want_logits, vocab], in share order.
+        """
+        return self.capture(batch, memory, layers=(), convention="prefix")[0]
+
+    @torch.inference_mode()
+    def capture(
+        self, batch: StepBatch, memory: Memory, *, layers: Sequence[int], convention: str
+    ) -> tuple[Tensor, Features]:
+        """One pass that also returns hidden states after some layers, for a draft model.
+
+        Args:
+            batch: as for `forward`.
+            memory: as for `forward`.
+            layers: 0-based layers, ascending; the state after a layer is captured.
+            convention: "prefix", the running sum; or "stream", what the next reader would read
+                before its norm. They are the same thing without attention residuals.
+
+        Returns:
+            Logits as of `forward`, and the captured states of all tokens without padding.
+        """
+        if convention not in ("prefix", "stream"):
+            raise ValueError(f"a convention is {convention!r}; it must be 'prefix' or 'stream'")
+        run = prepare(batch, memory, self._ops, exact=self._exact, device=self.weights.embed.device)
+        self._reset(batch, memory)
+        kind = Stream if self.spec.residual_block is None else Blocks
+        residual: Residual = kind(self.weights, self.spec, self._ops, self._embed(batch, run))
+        real = _real_rows(batch) if layers else None
+        states = []
+        for layer in range(self.spec.num_layers):
+            self._layer(layer, residual, run)
+            if layer in layers:
+                after = residual.prefix_after if convention == "prefix" else None
+                state = after() if after else residual.stream_after(layer)
+                states.append(state[real])
+        features = Features(layers=tuple(layers), states=tuple(states))
+        return self._logits(batch, residual), features
+
+    def _layer(self, layer: int, residual: Residual, run: Run) -> None:
+        spec, w = self.spec, self.weights.layers[layer]
+        x = residual.to_mixer(layer)
+        if isinstance(w.mixer, KdaWeights):
+            out = kda.mix(x, w.mixer, spec.kda, spec.kda_layers.index(layer), run)
+        else:
+            out = mla.mix(x, w.mixer, spec.mla, spec.eps, spec.mla_layers.index(layer), run)
+        residual.from_mixer(layer, out)
+        residual.from_ffn(feed_forward(residual.to_ffn(layer), w.ffn, spec, self._act, run))
+
+    def _reset(self, batch: StepBatch, memory: Memory) -> None:
+        """Empty the slots of requests that begin."""
+        for share in batch.shares:
+            if share.start == 0:
+                memory.state[share.slot] = 0
+                memory.conv[share.slot] = 0
+
+    def _embed(self, batch: StepBatch, run: Run) -> Tensor:
+        """[rows, D]; image rows replaced, padding embedded as token 0."""
+        table = self.weights.embed
+        ids = torch.zeros(run.rows, dtype=torch.int64)
+        rows = token_rows(batch)
+        for row, share in zip(rows, batch.shares, strict=True):
+            ids[row : row + len(share.token_ids)] = torch.tensor(share.token_ids)
+        hidden = table[ids.to(table.device)]
+        for row, share in zip(rows, batch.shares, strict=True):
+            if share.embeds is not None and share.embed_at:
+                at = torch.tensor(share.embed_at, device=table.device) + row
+                hidden[at] = share.embeds.to(table.device, table.dtype)
+        return hidden
+
+    def _logits(self, batch: StepBatch, residual: Residual) -> Tensor:
+        last = [
+            row + len(share.token_ids) - 1
+            for row, share in zip(token_rows(batch), batch.shares, strict=True)
+            if share.want_logits
+        ]
+        head = self.weights.head
+        if not last:
+            return torch.zeros(0, self.spec.vocab, device=head.device)
+        final = residual.result(torch.tensor(last, device=head.device))
+        return self._ops.linear(final, head, STEP_TILE if self._exact else None).float()
+
+
+def _real_rows(batch: StepBatch) -> Tensor:
+    """Rows of all tokens, padding left out."""
+    rows = zip(token_rows(batch), batch.shares, strict=True)
+    return torch.tensor([row + i for row, share in rows for i in range(len(share.token_ids))])

@@ -1,0 +1,106 @@
+"""Whole text models against the logits and layer traces of other implementations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.model import kda, mla
+from common.model.moe import activation_of, feed_forward, router_logits
+from common.model.run import prepare
+from common.ops.table import REFERENCE
+from common.weights.tree import KdaWeights, MoeWeights
+from tests.support.golden import tensors
+from tests.support.models import Request, allocate, alone, chunks, steps
+
+LENGTHS = (1, 3, 17, 64, 65, 130)
+SOURCES = {
+    "k3": "k3_text",
+    "k3-mxfp4": "k3_text",
+    "linear": "linear_text",
+    "linear_mini": "linear_mini/expected",
+}
+
+
+def expected(variant: str, length: int) -> tuple[list[int], list[int], torch.Tensor]:
+    data = tensors(SOURCES[variant])
+    prompt, generated = (data[f"len{length}.{key}"].tolist() for key in ("prompt", "generated"))
+    return prompt, generated, data[f"len{length}.logits"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("variant", SOURCES)
+def test_prompt_then_steps_give_the_golden_logits_and_tokens(tiny, variant, length) -> None:
+    prompt, generated, logits = expected(variant, length)
+    ours = alone(tiny(variant), prompt, generated[:-1])
+    torch.testing.assert_close(ours, logits[length - 1 :], rtol=0, atol=5e-4)
+    assert ours.argmax(-1).tolist() == generated
+
+
+@pytest.mark.parametrize("variant", ["k3", "linear"])
+def test_steps_from_the_first_token_give_the_golden_logits(tiny, variant) -> None:
+    prompt, generated, logits = expected(variant, 65)
+    ours = alone(tiny(variant), prompt[:1], prompt[1:] + generated[:-1])
+    torch.testing.assert_close(ours, logits, rtol=0, atol=5e-4)
+
+
+@pytest.mark.parametrize("variant", ["k3", "linear"])
+def test_every_position_of_a_prompt_gives_the_golden_logits(tiny, variant) -> None:
+    prompt, _, logits = expected(variant, 130)
+    loaded = tiny(variant)
+    memory = allocate(loaded.spec.text, slots=8, pages=24)
+    lengths = [1, 2, 16, 63, 65, 100, 128, 129]
+    shares = [
+        Request(i, tuple(range(3 * i, 3 * i + 3))).share(prompt[:n]) for i, n in enumerate(lengths)
+    ]
+    ours = loaded.model.forward(chunks(*shares), memory)
+    torch.testing.assert_close(ours, logits[[n - 1 for n in lengths]], rtol=0, atol=5e-4)
+
+
+def test_two_requests_together_give_the_golden_tokens(tiny) -> None:
+    loaded, data = tiny("k3"), tensors("k3_text")
+    memory = allocate(loaded.spec.text, slots=2, pages=4)
+    requests = [Request(1, (3, 1)), Request(0, (2, 0))]
+    prompts = [data[f"batch{i}.prompt"].tolist() for i in range(2)]
+    logits = loaded.model.forward(
+        chunks(*(r.share(p) for r, p in zip(requests, prompts, strict=True))), memory
+    )
+    rows = [logits.argmax(-1).tolist()]
+    for _ in range(7):
+        batch = steps(*(r.share([t]) for r, t in zip(requests, rows[-1], strict=True)))
+        rows.append(loaded.model.forward(batch, memory).argmax(-1).tolist())
+    for i in range(2):
+        assert [row[i] for row in rows] == data[f"batch{i}.generated"].tolist()
+
+
+@pytest.mark.parametrize("layer", range(9))
+def test_a_layers_halves_alone_give_the_golden_traces(tiny, layer) -> None:
+    loaded, data = tiny("k3"), tensors("k3_text")
+    spec, weights = loaded.spec.text, loaded.weights.layers[layer]
+    memory = allocate(spec, slots=1, pages=1)
+    memory.state.zero_()
+    memory.conv.zero_()
+    share = Request(0, (0,)).share(range(17))
+    run = prepare(chunks(share), memory, REFERENCE, exact=True, device=torch.device("cpu"))
+    name = f"trace.layers.{layer}"
+
+    def padded(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 0, 64 - len(x)))
+
+    x = padded(data[f"{name}.self_attn.in"])
+    if isinstance(weights.mixer, KdaWeights):
+        out = kda.mix(x, weights.mixer, spec.kda, spec.kda_layers.index(layer), run)
+    else:
+        index = spec.mla_layers.index(layer)
+        out = mla.mix(x, weights.mixer, spec.mla, spec.eps, index, run)
+    torch.testing.assert_close(out[:17], data[f"{name}.self_attn"], rtol=0, atol=3e-4)
+
+    x = padded(data[f"{name}.mlp.in"])
+    out = feed_forward(x, weights.ffn, spec, activation_of(spec), run)
+    torch.testing.assert_close(out[:17], data[f"{name}.mlp"], rtol=0, atol=3e-4)
+    if isinstance(weights.ffn, MoeWeights):
+        logits = router_logits(x, weights.ffn, run)[:17]
+        golden = data[f"{name}.router_logits"]
+        torch.testing.assert_close(logits, golden, rtol=0, atol=3e-4)
+        chosen = [REFERENCE.route(y, weights.ffn.bias, top_k=4)[0] for y in (logits, golden)]
+        assert torch.equal(*chosen)
