@@ -1,4 +1,4 @@
-"""Pictures from recipes: a background and shapes, as the bundled checkpoint was trained to see them.
+"""Pictures from recipes: a background and shapes, as the bundled checkpoint learnt to see them.
 
 A recipe names width, height, background and shapes (kind, colour, centre x and y, radius r). Every
 pixel is decided by whole numbers, so the bytes are the same everywhere.
