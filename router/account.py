@@ -24,6 +24,7 @@ class Account:
         self._began = self._now()
         self._first: float | None = None
         self._tokens = 0
+        self.cached_tokens = 0  # of the prompt, spared by prefill's cache
         self.admission_s = 0.0
         self._stages: dict[str, float] = {}  # what rooms said of waiting, computing, pulling
 
@@ -32,8 +33,8 @@ class Account:
         return asyncio.get_running_loop().time()
 
     def admitted(self) -> None:
-        """A reservation was granted."""
-        self.admission_s = self._now() - self._began
+        """A reservation was granted; after a stumble, another one."""
+        self.admission_s = self.admission_s or self._now() - self._began
 
     def emitted(self, tokens: int) -> None:
         """Tokens went towards the client."""
@@ -42,7 +43,9 @@ class Account:
             self._first = self._now()
 
     def prefilled(self, seal: Seal) -> None:
-        """Prefill tells its own times."""
+        """Prefill tells its own times; what its cache spared counts the first time only."""
+        if "prefill_s" not in self._stages:
+            self.cached_tokens = seal.cached_tokens
         self._stages |= {"prefill_wait_s": seal.wait_s, "prefill_s": seal.compute_s}
 
     def accepted(self, reply: Accepted) -> None:

@@ -24,6 +24,7 @@ class Answer:
         self.log: list[list[int]] = [[] for _ in range(sampling.n)]
         self.finish = [""] * sampling.n
         self.outbox = Outbox()
+        self.admitted = asyncio.Event()  # a decode replica has room for it
         self._sampling, self._account, self._tally = sampling, account, tally
         self._over = asyncio.Event()
         self._verdict: ServingError | None = None

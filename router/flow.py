@@ -13,24 +13,16 @@ still hold for it is cancelled there, whichever way it ended.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import AsyncIterator
-
 from common.contract.messages import (
     Accepted,
     CacheTicket,
     EmbedTicket,
     ImagesMissing,
     Reservation,
-    TokenItem,
 )
 from common.errors import (
-    Cancelled,
     CapacityError,
-    DeadlineExceeded,
     RoomLost,
-    ServingError,
     TransferError,
 )
 from router import jobs
@@ -45,59 +37,23 @@ from router.replica import Replica
 
 ASKS_FOR_BYTES = 3  # an encoder may forget an image between two messages, but not for ever
 
-_log = logging.getLogger("baton.flow")
 
+class Flow:
+    """One task on its way; `travel` is the whole of it. Deadline and end: `router/journey.py`."""
 
-class Journey:
-    """A task on its way. Iterate `events` once, inside `contextlib.aclosing`."""
-
-    def __init__(self, task: Task, house: House) -> None:
+    def __init__(
+        self, task: Task, house: House, answer: Answer, ledger: Ledger, account: Account
+    ) -> None:
         """Nothing is asked of any room yet."""
         self.task, self.house = task, house
-        self.cached_tokens = 0
-        self.account = Account(house.tally, is_probe=task.probe)
-        self.answer = Answer(task.sampling, self.account, house.tally)
-        self._ledger = Ledger(house, task.deadline)
+        self.answer, self.account = answer, account
+        self._ledger = ledger
         self._recovery = Recovery(house.settings.router, house.tally, is_probe=task.probe)
         self._name = self._seat_name = task.request  # what the rooms, and decode, know it by
         self._seat: tuple[Replica, Reservation] | None = None  # where it will decode
         self._is_accepted = False
 
-    async def events(self) -> AsyncIterator[TokenItem]:
-        """Tokens and finish reasons of all choices, as they come.
-
-        Raises:
-            ServingError: the request could not be finished; what came before still counts.
-        """
-        runner = self.house.spawn(self._run())
-        try:
-            while (item := await self.answer.outbox.get()) is not None:
-                yield item
-        finally:
-            runner.cancel()
-
-    async def _run(self) -> None:
-        error: ServingError | None = Cancelled("the client left")
-        try:
-            async with asyncio.timeout_at(self.task.deadline):
-                await self._travel()
-            error = None
-        except TimeoutError:
-            error = DeadlineExceeded("the request's time ran out")
-        except ServingError as known:
-            error = known
-        except Exception:
-            _log.exception("a fault in the router")
-            error = ServingError("the router met a fault of its own")
-        finally:
-            self.answer.outbox.close(error)
-            self._ledger.free()
-            self.account.close(
-                error.code if error else self.answer.finish[0],
-                prompt_tokens=len(self.task.token_ids),
-            )
-
-    async def _travel(self) -> None:
+    async def travel(self) -> None:
         """Pass after pass, until one arrives or recovery says that it is enough."""
         ledger, recovery = self._ledger, self._recovery
         while True:
@@ -142,7 +98,8 @@ class Journey:
         else:
             urgent = self._recovery.stumbles > 0
             seat = await self.house.admission.enter(self._try_reserve, urgent=urgent)
-            self.account.admitted()
+        self.answer.admitted.set()
+        self.account.admitted()
         self._seat = seat
         self._ledger.hold(seat[0], seat[1].id)
         return seat
@@ -194,7 +151,6 @@ class Journey:
             self._ledger.settle(embeds[1], self._name)
         self._ledger.hold(prefill, ticket.offer.nonce)
         self.account.prefilled(ticket.seal)
-        self.cached_tokens = self.cached_tokens or ticket.seal.cached_tokens
         return ticket, prefill
 
     async def _hand_off(

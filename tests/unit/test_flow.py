@@ -19,9 +19,9 @@ from common.errors import (
     RoomLost,
     ServingError,
 )
-from router.flow import Journey
 from router.house import House
 from router.jobs import Task
+from router.journey import Journey
 from router.seats import Seats, seats_of
 from tests.support.rooms import SECRET, World, answer, until
 
@@ -65,8 +65,8 @@ def task(deadline_s: float = 10.0, images: int = 0, request: str = "q", **sampli
 
 
 async def collect(journey: Journey):
-    async with contextlib.aclosing(journey.events()) as events:
-        return [event async for event in events]
+    async with journey:
+        return [event async for event in journey.events()]
 
 
 def ids(events, choice: int = 0) -> list[int]:
@@ -157,8 +157,8 @@ async def test_cancelled_while_tokens_flow_it_frees_decode_within_a_second():
     async with running(world) as house:
         world["d1"].pause_after = 3
         journey = Journey(task(max_tokens=100), house)
-        async with contextlib.aclosing(journey.events()) as events:
-            async for _ in events:
+        async with journey:
+            async for _ in journey.events():
                 if len(journey.answer.log[0]) == 3:
                     break
         await nothing_left(world)

@@ -1,0 +1,86 @@
+"""One journey beside its reader: set out, give events as they come, end, free.
+
+Every journey ends with a finish reason for each choice or with an error. When the reader leaves, or
+the deadline passes, or anything at all goes wrong, what the rooms may hold is given back; that runs
+in the background and outlives the reader. The way through the rooms: `router/flow.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from common.contract.messages import TokenItem
+from common.errors import Cancelled, DeadlineExceeded, ServingError
+from router.account import Account
+from router.answer import Answer
+from router.flow import Flow
+from router.house import House
+from router.jobs import Task
+from router.ledger import Ledger
+
+_log = logging.getLogger("baton.journey")
+
+
+class Journey:
+    """`async with` it, wait until it is `admitted`, iterate its `events` once."""
+
+    def __init__(self, task: Task, house: House) -> None:
+        """Nothing runs yet."""
+        self._task, self._house = task, house
+        self.account = Account(house.tally, is_probe=task.probe)
+        self.answer = Answer(task.sampling, self.account, house.tally)
+        self._ledger = Ledger(house, task.deadline)
+
+    async def __aenter__(self) -> Journey:
+        """Set out."""
+        self._runner = self._house.spawn(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Turn back if it is still on its way."""
+        self._runner.cancel()
+
+    async def admitted(self) -> None:
+        """Wait until a decode replica has room for it.
+
+        Raises:
+            ServingError: it ended before that.
+        """
+        seated = asyncio.ensure_future(self.answer.admitted.wait())
+        try:
+            await asyncio.wait({seated, self._runner}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            seated.cancel()
+        if not self.answer.admitted.is_set():
+            await self.answer.outbox.get()  # raises what ended it
+
+    async def events(self) -> AsyncIterator[TokenItem]:
+        """Tokens and finish reasons of all choices, as they come.
+
+        Raises:
+            ServingError: the request could not be finished; what came before still counts.
+        """
+        while (item := await self.answer.outbox.get()) is not None:
+            yield item
+
+    async def _run(self) -> None:
+        error: ServingError | None = Cancelled("the client left")
+        flow = Flow(self._task, self._house, self.answer, self._ledger, self.account)
+        try:
+            async with asyncio.timeout_at(self._task.deadline):
+                await flow.travel()
+            error = None
+        except TimeoutError:
+            error = DeadlineExceeded("the request's time ran out")
+        except ServingError as known:
+            error = known
+        except Exception:
+            _log.exception("a fault in the router")
+            error = ServingError("the router met a fault of its own")
+        finally:
+            self.answer.outbox.close(error)
+            self._ledger.free()
+            outcome = error.code if error else self.answer.finish[0]
+            self.account.close(outcome, prompt_tokens=len(self._task.token_ids))
