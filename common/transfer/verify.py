@@ -15,7 +15,7 @@ from common.contract.protocol import RULES, may_read
 from common.contract.regions import Span
 from common.errors import HandoffRefused, TransferError
 from common.ops.digest import Signature
-from common.transfer.link import pool_of
+from common.transfer.link import Pair, pair_spans, pool_of
 
 POOLS = {
     "state": "state",
@@ -102,6 +102,22 @@ def spans_of(ticket: CacheTicket) -> dict[str, list[Span]]:
     for part in ticket.offer.parts:
         kinds.setdefault(part.kind, []).append(part.span)
     return kinds
+
+
+def pair_parts(ticket: CacheTicket, local: Mapping[str, Sequence[Span]]) -> list[Pair]:
+    """What to READ where: a checked ticket's spans against this room's, kind by kind.
+
+    Args:
+        ticket: checked with `check_spans`.
+        local: destination spans by kind, in order.
+
+    Raises:
+        TransferError: a kind's sizes differ.
+    """
+    remote = spans_of(ticket)
+    return [
+        pair for kind, spans in local.items() for pair in pair_spans(spans, remote.get(kind, ()))
+    ]
 
 
 def check_images(

@@ -6,58 +6,7 @@ import pytest
 import torch
 
 from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
-from common.transfer.link import pair_spans
-from common.transfer.local import Fabric, LocalLink
-from common.transfer.receiver import Receiver
-from common.transfer.verify import spans_of
-from tests.support.wire import LAYOUT_PRINT, MODEL_PRINT, TOKEN_HASH, Room
-
-TOKENS = 130
-
-
-class HandOff:
-    """One request prefilled in one room and wanted by another."""
-
-    def __init__(self, **options):
-        self.fabric = Fabric()
-        self.source = Room(LocalLink("source", self.fabric), "p0", seed=1)
-        self.target = Room(LocalLink("target", self.fabric), "d0", seed=2)
-        self.options = options
-        self.receiver = Receiver(self.target.link, quarantine_bound=2, **options)
-        self.source.absorb(2, (5, 6, 9), TOKENS)
-        self.ticket = self.source.publish(2, (5, 6, 9), TOKENS)
-        self.slot, self.pages, self.freed = 1, (3, 4, 0), []
-
-    def check(self, **changed):
-        expected = {
-            "model_print": MODEL_PRINT,
-            "layout_print": LAYOUT_PRINT,
-            "num_tokens": TOKENS,
-            "token_hash": TOKEN_HASH,
-            "expected": self.target.expected(TOKENS),
-        }
-        producer = changed.pop("producer", self.source.endpoint)
-        self.receiver.check(changed.pop("ticket", self.ticket), producer, **expected | changed)
-
-    def pairs(self):
-        spans, states = spans_of(self.ticket), self.target.states.span(self.slot)
-        pairs = [(states[kind], spans[kind][0]) for kind in states]
-        return pairs + pair_spans(self.target.latents.spans(self.pages), spans["latent"])
-
-    def fetch(self, *, deadline_s=5.0, cancelled=lambda: False):
-        self.receiver.fetch(
-            self.source.endpoint,
-            self.pairs(),
-            deadline_s,
-            cancelled,
-            lambda: self.freed.append(True),
-        )
-
-    def measure(self):
-        return self.target.states.sign(self.slot) | self.target.latents.measure(self.pages, TOKENS)
-
-    def verify(self):
-        self.receiver.verify(self.ticket.seal.digests, self.measure)
+from tests.support.wire import TOKENS, HandOff
 
 
 def test_what_was_signed_arrives_and_is_accepted():
@@ -86,10 +35,7 @@ def test_a_refused_ticket_is_used_up_as_well():
 
 
 def flipped(hand: HandOff) -> HandOff:
-    def flip(_stage: str) -> None:
-        hand.target.latents.pages[4, 0, 3, 2].mul_(-1)
-
-    hand.receiver = Receiver(hand.target.link, quarantine_bound=2, tamper=flip, **hand.options)
+    hand.tamper = lambda: hand.target.latents.pages[4, 0, 3, 2].mul_(-1)
     hand.check(), hand.fetch()
     return hand
 
