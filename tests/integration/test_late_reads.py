@@ -57,9 +57,7 @@ class Consumer:
         def fetch() -> None:
             give = partial(self.pages.give, mine)
             try:
-                self.receiver.fetch(
-                    self.producer.endpoint, [(whole, whole)], 0.4, lambda: False, give
-                )
+                self.receiver.fetch(self.producer.endpoint, pairs, 0.4, lambda: False, give)
             except DeadlineExceeded as error:
                 raised.append(type(error))
 
