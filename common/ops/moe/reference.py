@@ -9,6 +9,7 @@ from torch.nn import functional
 from common.ops.act import Activation, activate
 from common.ops.moe.stack import ExpertStack
 from common.ops.quant.reference import unpack_mxfp4
+from common.ops.rows import STEP_TILE
 from common.ops.rows.reference import linear
 
 LANES = 32  # floats of the widest vector loop; elementwise widths are multiples of it
@@ -51,10 +52,11 @@ def experts(
 ) -> Tensor:
     """See `common.ops.moe.experts`."""
     chosen = x.new_empty(*ids.shape, stack.w2.shape[1])  # [N, k, Z]
-    if stack.w13_scale is None and stack.num_experts <= 8 * ids.shape[1]:
+    few = stack.w13_scale is None and stack.num_experts <= 8 * ids.shape[1]
+    if few and (tile or len(x)) <= STEP_TILE:
         _all(x, ids, stack, activation, tile, chosen)
     else:
-        _some(x, ids, stack, activation, tile, chosen)
+        _some(x, ids, stack, activation, tile and STEP_TILE, chosen)
     total = weights[:, :1] * chosen[:, 0].float()
     for j in range(1, ids.shape[1]):
         total = total + weights[:, j : j + 1] * chosen[:, j].float()
