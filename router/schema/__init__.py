@@ -5,6 +5,7 @@ an `InvalidRequest` that names the field at fault.
 """
 
 from router.schema.chat import ChatRequest, parse_chat
+from router.schema.completions import CompletionRequest, parse_completion
 from router.schema.limits import RequestLimits
 from router.schema.messages import (
     AssistantMessage,
@@ -25,6 +26,7 @@ from router.schema.sampling import Script, fit_sampling, ignored_header
 __all__ = [
     "AssistantMessage",
     "ChatRequest",
+    "CompletionRequest",
     "DeveloperMessage",
     "ImagePart",
     "ImageSource",
@@ -41,4 +43,5 @@ __all__ = [
     "ignored_header",
     "image_sources",
     "parse_chat",
+    "parse_completion",
 ]

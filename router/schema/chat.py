@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from common.contract.messages import Sampling
-from common.errors import InvalidRequest, NotFound
+from common.errors import InvalidRequest
 from router.schema.decoding import convert_object, decode_object, unknown_fields
 from router.schema.limits import RequestLimits
 from router.schema.messages import (
@@ -26,6 +26,7 @@ from router.schema.sampling import (
     SamplingBody,
     Script,
     ScriptFields,
+    check_model,
     check_refused,
     includes_usage,
     stop_strings,
@@ -161,19 +162,6 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ChatRequest:
         script=script,
         ignored=_ignored(raw, limits),
     )
-
-
-def check_model(name: str, limits: RequestLimits) -> None:
-    """Refuse a model that is not served.
-
-    Raises:
-        NotFound: `name` is none of the served names.
-    """
-    if name not in limits.models:
-        served = ", ".join(f"`{model}`" for model in sorted(limits.models))
-        raise NotFound(
-            f"the model `{name[:100]}` is not served here; served: {served}", param="model"
-        )
 
 
 def _ignored(raw: dict[str, Any], limits: RequestLimits) -> tuple[str, ...]:

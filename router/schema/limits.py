@@ -13,6 +13,7 @@ class RequestLimits:
     vocab: int
     context: int  # most tokens of prompt and answer together
     eos: int  # the id that ends a message
+    media_pad: int | None = None  # the id that stands for a row of an image
     max_choices: int = 16
     max_images: int = 64
     max_tools: int = 512

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from common.contract.messages import Sampling
-from common.errors import ContextLengthExceeded, InvalidRequest
+from common.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from router.schema.limits import RequestLimits
 
 MAX_STOPS = 16
@@ -89,7 +89,9 @@ class Sampled(Protocol):
     def max_tokens(self) -> int | None: ...
 
 
-def fit_sampling(request: Sampled, prompt_tokens: int, limits: RequestLimits) -> Sampling:
+def fit_sampling(
+    request: Sampled, prompt_tokens: int, limits: RequestLimits, param: str = "messages"
+) -> Sampling:
     """The request's sampling with `max_tokens` settled: as asked, or what the context leaves.
 
     Raises:
@@ -100,7 +102,7 @@ def fit_sampling(request: Sampled, prompt_tokens: int, limits: RequestLimits) ->
         raise ContextLengthExceeded(
             f"the prompt has {prompt_tokens} tokens; with one token of answer it must fit the "
             f"model's context of {limits.context} tokens. Shorten it",
-            param="messages",
+            param=param,
         )
     asked = request.max_tokens or limits.default_max_tokens or room
     settled = min(asked, room)
@@ -206,6 +208,19 @@ def includes_usage(body: SamplingBody) -> bool:
             "`stream_options.include_usage` must be a boolean", param="stream_options.include_usage"
         )
     return bool(wanted)
+
+
+def check_model(name: str, limits: RequestLimits) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        NotFound: `name` is none of the served names.
+    """
+    if name not in limits.models:
+        served = ", ".join(f"`{model}`" for model in sorted(limits.models))
+        raise NotFound(
+            f"the model `{name[:100]}` is not served here; served: {served}", param="model"
+        )
 
 
 def check_refused(raw: Mapping[str, Any]) -> None:
