@@ -36,6 +36,11 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
     return parse_settings(raw, source=str(path))
 
 
+def room_secret(environ: Mapping[str, str] = os.environ) -> str:
+    """The secret of `Hello` for rooms started as plain processes: BATON_SECRET, else empty."""
+    return environ.get("BATON_SECRET", "")
+
+
 def parse_settings(raw: Mapping[str, Any], *, source: str) -> Settings:
     """Turn parsed TOML into settings; `source` names the file in errors."""
     tables = get_type_hints(Settings)

@@ -42,6 +42,7 @@ class ServerSettings:
     port: int = 8000
     admin_host: str = "127.0.0.1"
     admin_port: int = 8001
+    room_host: str = "127.0.0.1"  # where rooms listen for routers; "": the address of their node
     body_limit_bytes: int = 64 << 20
     header_limit_bytes: int = 32 << 10
     request_timeout_s: float = 600.0
@@ -105,6 +106,7 @@ class PrefillSettings:
     pages: int = 1024
     step_tokens: int = 1024  # most prompt tokens of one step; less than one chunk means one chunk
     max_batch: int = 16  # most requests of one step
+    landing_rows: int = 8192  # embedding rows of admitted prompts
     queue_limit: int = 256
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class TransferSettings:
     lease_s: float = 30.0
     renew_s: float = 5.0
     deadline_s: float = 10.0  # for one fetch
-    quarantine_bound_s: float = 120.0  # a READ still open after this restarts the rank
+    quarantine_bound: int = 16  # destinations in quarantine at which a rank must restart
     threads: int = 2
     transports: str = ""  # UCX_TLS, empty: chosen by UCX
     canary_bound: float = 2e-3  # largest difference of the canary's top logits, fp32

@@ -231,8 +231,11 @@ class Reservation(Message, frozen=True, kw_only=True):
 
 
 class DecodeJob(Message, frozen=True, kw_only=True):
-    """router → decode. `forced[c]` are all tokens choice c already emitted, the first included (replay); empty: none.
-    Forced tokens go through the step and do not appear in frames again."""
+    """router → decode.
+
+    `forced[c]` are all tokens choice c already emitted, the first included (replay); empty: none.
+    Forced tokens go through the step and do not appear in frames again.
+    """
 
     request: str
     reservation: bytes

@@ -1,0 +1,84 @@
+"""The model a settings file names: its facts and prints, and the text model on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.cache.layout import wire_layout
+from common.config.checkpoint import load_spec
+from common.config.settings import Settings
+from common.config.spec import ModelSpec
+from common.contract.regions import print_of
+from common.model.text import TextModel
+from common.weights import load_text as load_weights
+from common.weights import weight_identity
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What every room of a deployment agrees on."""
+
+    directory: Path
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    model_print: str
+    layout_print: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The same with the text model."""
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    device: torch.device
+    model_print: str
+    layout_print: str
+    model: TextModel
+
+
+def load_facts(settings: Settings) -> Facts:
+    """Read a checkpoint's configuration and identity, no tensor.
+
+    On a CPU the process is limited to one torch thread: rooms share the cores, and spinning
+    threads of several processes slow each other down by far more than they gain.
+    """
+    directory = Path(settings.model.path)
+    spec = load_spec(directory)
+    dtype: torch.dtype = getattr(torch, settings.model.dtype)
+    device = torch.device(settings.model.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    return Facts(
+        directory=directory,
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        model_print=print_of(
+            {
+                "spec": dataclasses.asdict(spec),
+                "dtype": settings.model.dtype,
+                "weights": weight_identity(directory),
+            }
+        ),
+        layout_print=print_of(wire_layout(spec.text, dtype)),
+    )
+
+
+def load_text(settings: Settings) -> Loaded:
+    """Read the text model's weights, with a progress bar."""
+    facts = load_facts(settings)
+    weights = load_weights(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device)
+    return Loaded(
+        spec=facts.spec,
+        dtype=facts.dtype,
+        device=facts.device,
+        model_print=facts.model_print,
+        layout_print=facts.layout_print,
+        model=TextModel(facts.spec.text, weights),
+    )

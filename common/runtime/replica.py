@@ -1,0 +1,82 @@
+"""RoomReplica: a room as a Serve replica sees it, without Ray.
+
+Serve calls these methods on the event loop: metadata once when the replica becomes ready, health
+every few seconds, `__del__` when it leaves. Leaving, a room finishes what it holds first: new work
+has stopped by then, since the replica left every router's table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from common.contract.messages import Endpoint, Holdings, Inventory, Load, Ping
+from common.errors import ServingError
+
+
+class Served(Protocol):
+    """What a room offers its replica."""
+
+    async def open(self, host: str) -> Endpoint:
+        """Listen on a free port of `host`."""
+
+    async def close(self) -> None:
+        """Stop."""
+
+    async def load(self, message: Ping, caller: str) -> Load:
+        """How busy it is."""
+
+    async def holdings(self, message: Inventory, caller: str) -> Holdings:
+        """What it holds."""
+
+
+class RoomReplica:
+    """A replica of one room."""
+
+    def __init__(self, build: Callable[[], Served], host: str, drain_s: float) -> None:
+        """`build()` loads the model; `drain_s` bounds how long leaving may take."""
+        self._room = build()
+        self._host, self._drain_s = host, drain_s
+        self._endpoint: Endpoint | None = None
+        self._load: dict[str, float] = {"load": 0.0}
+
+    async def record_replica_metadata(self) -> dict[str, object]:
+        """Where the room listens; Serve hands it to every router."""
+        if self._endpoint is None:
+            self._endpoint = await self._room.open(self._host)
+        place = self._endpoint
+        return {
+            "room": place.room,
+            "id": place.id,
+            "epoch": place.epoch,
+            "host": place.host,
+            "port": place.port,
+        }
+
+    async def ping(self) -> str:
+        """Fill the caller's table of replicas."""
+        return "pong"
+
+    async def check_health(self) -> None:
+        """Raise when the engine stopped or too many READs are stuck: Serve replaces the replica."""
+        load = await self._room.load(Ping(), "serve")
+        if load.suspended:
+            raise ServingError("the engine stopped, or its quarantine is full")
+        slots = load.total_slots or load.total_pages or 1
+        free = load.free_slots if load.total_slots else load.free_pages
+        self._load = {"load": (slots - free) / slots, "queued": float(load.queued)}
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Share of slots in use and jobs waiting, for scaling policies."""
+        return dict(self._load)
+
+    async def __del__(self) -> None:  # Serve awaits it
+        until = time.monotonic() + self._drain_s
+        while time.monotonic() < until:
+            held = await self._room.holdings(Inventory(), "serve")
+            if not (held.slots or held.tickets or held.embeddings):
+                break
+            await asyncio.sleep(0.1)
+        await self._room.close()

@@ -1,0 +1,187 @@
+"""Room: what every room's process has around its engine.
+
+An identity (id and epoch), a listening socket, wires to other rooms for the small messages, and a
+clock for leases. It dispatches messages by type and knows none of them beyond that; no Ray here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+from common.contract.messages import AnyMessage, Done, Endpoint, Message, Release, Renew
+from common.contract.regions import PoolInfo
+from common.errors import InvalidRequest, ServingError
+from common.runtime.identity import Identity
+from common.transfer.link import Link
+from common.wire import Listening, Wire, dial
+
+log = logging.getLogger(__name__)
+M = TypeVar("M", bound=Message)
+SWEEP_S = 0.5  # how often leases and quarantine are looked at
+SMALL_S = 5.0  # patience for the reply to a small message
+
+
+class Room:
+    """A replica's socket side; the engine behind it is the caller's."""
+
+    def __init__(self, name: str, *, secret: str, replica: str = "") -> None:
+        """`name` is encoder, prefill or decode; `replica` an id from outside, else a new one."""
+        self.name = name
+        self.id = replica or f"{name}-{secrets.token_hex(4)}"
+        self.epoch = time.time_ns()
+        self.wires: dict[str, Wire] = {}  # by caller
+        self.on_lost: Callable[[str], None] | None = None
+        self.peers = Peers(secret=secret, caller=f"{name}:{self.id}")
+        self._endpoint: Endpoint | None = None
+        self._handlers: dict[type, Callable[..., Awaitable[Message]]] = {}
+        self._sweeps: list[Callable[[], None]] = []
+        self._listening = Listening(secret=secret, handler=self._handle, endpoint=self._whoami)
+        self._listening.on_lost = self._lost
+        self._sweeper: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Who and where this replica is; known once it listens."""
+        assert self._endpoint is not None, "the room does not listen yet"
+        return self._endpoint
+
+    def on(self, kind: type[M], handler: Callable[[M, str], Awaitable[Message]]) -> None:
+        """Answer messages of `kind` with `handler(message, caller)`."""
+        self._handlers[kind] = handler
+
+    def every_sweep(self, sweep: Callable[[], None]) -> None:
+        """Run `sweep` on the event loop every `SWEEP_S`; it must not block."""
+        self._sweeps.append(sweep)
+
+    async def open(self, host: str, describe: Callable[[str, int], Endpoint]) -> Endpoint:
+        """Listen on a free port of `host`; `describe(host, port)` makes the endpoint."""
+        port = await self._listening.open(host)
+        self._endpoint = describe(host, port)
+        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        return self._endpoint
+
+    async def close(self) -> None:
+        """Stop listening; callers see a broken connection."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+        self.peers.close()
+        await self._listening.close()
+
+    def push(self, caller: str, message: Message) -> None:
+        """Send a message without a reply to a connected caller; gone callers are skipped."""
+        if (wire := self.wires.get(caller)) is not None:
+            wire.push(message)
+
+    def _whoami(self) -> Endpoint:
+        return self.endpoint
+
+    async def _handle(self, message: AnyMessage, wire: Wire) -> Message:
+        self.wires[wire.caller] = wire
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            raise InvalidRequest(f"the {self.name} room does not take {type(message).__name__}")
+        return await handler(message, wire.caller)
+
+    def _lost(self, wire: Wire) -> None:
+        if self.wires.get(wire.caller) is wire:
+            del self.wires[wire.caller]
+            if self.on_lost is not None:
+                self.on_lost(wire.caller)
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for sweep in self._sweeps:
+                sweep()
+
+
+def describe(
+    room: Room,
+    identity: Identity,
+    host: str,
+    port: int,
+    link: Link,
+    pools: tuple[PoolInfo, ...],
+) -> Endpoint:
+    """The endpoint of a replica whose pools are registered."""
+    return Endpoint(
+        room=room.name,
+        id=room.id,
+        epoch=room.epoch,
+        host=host,
+        port=port,
+        agent=link.agent,
+        agent_metadata=link.metadata(),
+        pools=pools,
+        model_print=identity.model_print,
+        layout_print=identity.layout_print,
+    )
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process, 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0
+    return pages * resource.getpagesize()
+
+
+class Peers:
+    """Wires to other rooms, dialled when first needed, for renew and release."""
+
+    def __init__(self, *, secret: str, caller: str) -> None:
+        """`caller` is this room's name in `Hello`."""
+        self._secret, self._caller = secret, caller
+        self._wires: dict[tuple[str, int], Wire] = {}
+        self._dialling: dict[tuple[str, int], asyncio.Lock] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def renew(self, owner: Endpoint, nonces: tuple[bytes, ...]) -> None:
+        """Tell the owner that these leases are wanted; a lost message is the lease's business."""
+        self._send(owner, Renew(nonces=nonces))
+
+    def release(self, owner: Endpoint, nonce: bytes, outcome: str) -> None:
+        """Tell the owner that a ticket is done with; if this is lost, its lease runs out."""
+        self._send(owner, Release(nonce=nonce, outcome=outcome))
+
+    def close(self) -> None:
+        """Drop every wire."""
+        for task in self._tasks:
+            task.cancel()
+        for wire in self._wires.values():
+            wire.close()
+        self._wires.clear()
+
+    def _send(self, owner: Endpoint, message: Message) -> None:
+        task = asyncio.get_running_loop().create_task(self._deliver(owner, message))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, owner: Endpoint, message: Message) -> None:
+        key = (owner.id, owner.epoch)
+        try:
+            async with self._dialling.setdefault(key, asyncio.Lock()):
+                wire = self._wires.get(key)
+                if wire is None or wire.closed.is_set():
+                    wire, found = await dial(
+                        owner.host, owner.port, secret=self._secret, caller=self._caller
+                    )
+                    if (found.id, found.epoch) != key:  # another replica took the port
+                        wire.close()
+                        return
+                    self._wires[key] = wire
+            reply = await wire.call(message, timeout_s=SMALL_S)
+            assert isinstance(reply, Done)
+        except ServingError as error:
+            log.warning("%s to %s failed: %s", type(message).__name__, owner.id, error)

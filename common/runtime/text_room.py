@@ -1,0 +1,79 @@
+"""TextRoom: what the prefill and the decode room have in common around their engines."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from common.config.settings import Settings
+from common.contract.messages import Endpoint
+from common.contract.regions import PoolInfo
+from common.observe.metrics import Tally
+from common.runtime.identity import Identity
+from common.runtime.loaded import load_text
+from common.runtime.loop import EngineLoop
+from common.runtime.memory import TextMemory
+from common.runtime.room import Room, describe, resident_bytes
+from common.transfer.nixl import NixlLink
+from common.transfer.receiver import Receiver
+
+
+class TextRoom:
+    """Model, pools, NIXL agent, receiver and socket of one replica."""
+
+    def __init__(
+        self, name: str, settings: Settings, *, secret: str, replica: str, slots: int, pages: int
+    ) -> None:
+        """Load the model and register the pools; takes seconds."""
+        self.loaded = loaded = load_text(settings)
+        self.room = room = Room(name, secret=secret, replica=replica)
+        self.tally = Tally()
+        self.identity = Identity(
+            id=room.id,
+            epoch=room.epoch,
+            model_print=loaded.model_print,
+            layout_print=loaded.layout_print,
+        )
+        transfer = settings.transfer
+        self.threads = ThreadPoolExecutor(transfer.threads, thread_name_prefix="transfer")
+        self.link = NixlLink(f"{room.id}-{room.epoch}", transports=transfer.transports)
+        self.memory = TextMemory(
+            loaded.spec.text, slots=slots, pages=pages, dtype=loaded.dtype, device=loaded.device
+        )
+        self.pools: tuple[PoolInfo, ...] = self.memory.register(self.link)
+        self.receiver = Receiver(
+            self.link,
+            quarantine_bound=transfer.quarantine_bound,
+            verifying=settings.testing.verify,
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self, host: str, engine: EngineLoop) -> Endpoint:
+        """Start the engine and listen on a free port of `host`."""
+        self._loop = asyncio.get_running_loop()
+        self.room.every_sweep(self._sweep_receiver)
+        engine.start()
+        return await self.room.open(
+            host,
+            lambda at, port: describe(self.room, self.identity, at, port, self.link, self.pools),
+        )
+
+    async def stop(self, engine: EngineLoop) -> None:
+        """Stop listening, then computing."""
+        await self.room.close()
+        await asyncio.to_thread(engine.stop)
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def release(self, owner: Endpoint, nonce: bytes, outcome: str) -> None:
+        """Tell another room how its ticket ended; from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.room.peers.release, owner, nonce, outcome)
+
+    def gauge(self) -> None:
+        """Bring the process's gauges up to date."""
+        self.tally.set("baton_quarantine", float(self.receiver.quarantined))
+        self.tally.set("baton_resident_bytes", float(resident_bytes()))
+
+    def _sweep_receiver(self) -> None:
+        if self.receiver.quarantined:
+            self.threads.submit(self.receiver.sweep)
