@@ -1,0 +1,158 @@
+"""The encoder room: one verb, `EncodeJob` → `EmbedTicket`, and the small messages beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from common.cache.embed_arena import EmbedArena
+from common.config.image_grid import load_image_rules
+from common.config.settings import Settings
+from common.contract.messages import (
+    Cached,
+    Cancel,
+    Done,
+    EncodeJob,
+    Endpoint,
+    Holdings,
+    ImageRef,
+    Inventory,
+    Load,
+    Message,
+    Ping,
+    Release,
+    Renew,
+)
+from common.errors import ConfigError
+from common.observe.metrics import Tally
+from common.runtime.identity import Identity
+from common.runtime.loaded import load_facts
+from common.runtime.room import Room, describe, resident_bytes
+from common.transfer.nixl import NixlLink
+from common.transfer.owner import Owner
+from common.weights import load_vision
+from services.encoder.embed_cache import EmbedCache
+from services.encoder.engine import EncoderEngine, Prepared, key_of
+from services.encoder.images import prepare
+from services.encoder.moonvit import MoonVit
+
+IMAGE_THREADS = 2  # decoding and resizing; Pillow lets go of the interpreter
+
+
+class EncoderRoom:
+    """A replica: engine, arena, agent and socket."""
+
+    def __init__(self, settings: Settings, *, secret: str, replica: str = "") -> None:
+        """Load the tower and register the arena."""
+        facts = load_facts(settings)
+        vision = facts.spec.vision
+        if vision is None:
+            raise ConfigError(
+                f"{settings.model.path} has no vision tower; set encoder.replicas = 0"
+            )
+        tower = MoonVit(
+            vision,
+            load_vision(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device),
+        )
+        self._rules = load_image_rules(facts.directory)
+        self.room = room = Room("encoder", secret=secret, replica=replica)
+        self.tally = Tally()
+        self.identity = Identity(
+            id=room.id,
+            epoch=room.epoch,
+            model_print=facts.model_print,
+            layout_print=facts.layout_print,
+        )
+        self._threads = ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="images")
+        self._link = NixlLink(f"{room.id}-{room.epoch}", transports=settings.transfer.transports)
+        arena = EmbedArena(
+            settings.encoder.arena_rows, vision.text_hidden, dtype=facts.dtype, device=facts.device
+        )
+        self._pools = (self._link.register("embed", arena.rows),)
+        self.owner = Owner(
+            room.id,
+            room.epoch,
+            facts.model_print,
+            facts.layout_print,
+            lease_s=settings.transfer.lease_s,
+        )
+        self.engine = EncoderEngine(
+            tower, EmbedCache(arena), self.owner, settings.encoder, self.tally
+        )
+        self._arena = arena
+
+    async def open(self, host: str) -> Endpoint:
+        """Start the engine and listen on a free port of `host`."""
+        room = self.room
+        room.on(EncodeJob, self._encode)
+        room.on(Renew, self._renew)
+        room.on(Release, self._on_release)
+        room.on(Cancel, self._cancel)
+        room.on(Ping, self.load)
+        room.on(Inventory, self.holdings)
+        room.every_sweep(self.engine.sweep)
+        self.engine.loop.start()
+        return await room.open(
+            host, lambda at, port: describe(room, self.identity, at, port, self._link, self._pools)
+        )
+
+    async def close(self) -> None:
+        """Stop listening, then computing."""
+        await self.room.close()
+        await asyncio.to_thread(self.engine.loop.stop)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode(self, job: EncodeJob, caller: str) -> Message:
+        loop = asyncio.get_running_loop()
+        prepared: dict[bytes, Prepared] = {}
+        for image, payload in zip(job.images, job.payloads, strict=True):
+            if payload and key_of(image) not in prepared:
+                prepared[key_of(image)] = await loop.run_in_executor(
+                    self._threads, self._prepare, payload, image
+                )
+        return await asyncio.wrap_future(self.engine.submit(job, prepared))
+
+    def _prepare(self, payload: bytes, image: ImageRef) -> Prepared:
+        patches = prepare(payload, image, self._rules)
+        return torch.from_numpy(patches.pixels), (patches.grid.rows, patches.grid.columns)
+
+    async def _renew(self, message: Renew, caller: str) -> Message:
+        self.owner.renew(message.nonces)
+        return Done()
+
+    async def _on_release(self, message: Release, caller: str) -> Message:
+        self.owner.release(message.nonce, message.outcome)
+        return Done()
+
+    async def _cancel(self, message: Cancel, caller: str) -> Message:
+        self.engine.cancel(message.request)
+        return Done()
+
+    async def load(self, message: Ping, caller: str) -> Load:
+        """How busy this replica is."""
+        queued, waiting, _, _ = self.engine.counts()
+        self.tally.set("baton_tickets_held", float(self.owner.held()))
+        self.tally.set("baton_resident_bytes", float(resident_bytes()))
+        return Load(
+            epoch=self.room.epoch,
+            queued=queued,
+            running=waiting,
+            free_pages=self._arena.free,
+            total_pages=self._arena.rows.shape[0],
+            suspended=self.engine.loop.failure is not None,
+            counters=self.tally.snapshot(),
+        )
+
+    async def holdings(self, message: Inventory, caller: str) -> Holdings:
+        """What requests and leases hold here."""
+        _, _, held, cached = self.engine.counts()
+        return Holdings(
+            room="encoder",
+            id=self.room.id,
+            epoch=self.room.epoch,
+            embeddings=held,
+            tickets=self.owner.held(),
+            cached=Cached(embeddings=cached),
+        )
