@@ -1,0 +1,303 @@
+"""The prefill loop: admit, fetch embeddings, compute chunks, sample the first token, offer.
+
+One thread owns the pools (`EngineLoop`); everything public may be called from any thread. A
+request's slot and pages are taken when it is admitted and given back when its ticket ended, or at
+once when it never got that far. What a step computes is decided in `scheduler.py`, what a ticket
+says in `publish.py`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from common.cache.mla_pool import pages_of
+from common.config.settings import PrefillSettings
+from common.config.spec import CHUNK
+from common.contract.messages import CacheTicket, PrefillJob
+from common.errors import (
+    Cancelled,
+    CapacityError,
+    DeadlineExceeded,
+    InvalidRequest,
+    ServingError,
+)
+from common.model.batch import Share, StepBatch
+from common.model.text import TextModel
+from common.observe.metrics import Tally
+from common.runtime.loop import EngineLoop, promise
+from common.runtime.memory import TextMemory
+from common.transfer.owner import Owner
+from services.prefill.embeds import EmbedPuller, Pull
+from services.prefill.publish import Finished, publish
+from services.prefill.scheduler import Progress, plan_step
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """One prompt on its way."""
+
+    job: PrefillJob
+    deadline: float
+    future: Future[CacheTicket] = field(default_factory=promise)
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    arrived: float = field(default_factory=time.monotonic)
+    started: float = 0.0
+    slot: int = -1
+    canary_slot: int = -1
+    pages: tuple[int, ...] = ()
+    pull: Pull | None = None
+    done: int = 0
+    stage: str = "queued"  # then fetching, running, published, ended
+
+    @property
+    def total(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.job.token_ids)
+
+    @property
+    def limit(self) -> int:
+        """Where the next share must stop: a canary's last token lies in a step of its own."""
+        border = (self.total - 1) // CHUNK * CHUNK
+        return border if self.job.canary and self.done < border else self.total
+
+
+class PrefillEngine:
+    """Prompts in, tickets out."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        memory: TextMemory,
+        puller: EmbedPuller,
+        owner: Owner,
+        settings: PrefillSettings,
+        tally: Tally,
+    ) -> None:
+        """Build the engine; `loop.start()` begins."""
+        self._model, self._memory, self._puller = model, memory, puller
+        self._owner, self._settings, self._tally = owner, settings, tally
+        self._works: list[Work] = []  # oldest first; ended ones are removed
+        self.loop = EngineLoop("prefill", self._step)
+        self.loop.on_failure = self._fail_all
+
+    # --- from any thread
+
+    def submit(self, job: PrefillJob) -> Future[CacheTicket]:
+        """Queue a prompt; the future has its ticket or its error."""
+        work = Work(job=job, deadline=time.monotonic() + job.deadline_s)
+        if self.loop.failure is not None:
+            work.future.set_exception(ServingError("the prefill engine stopped"))
+        else:
+            self.loop.post(lambda: self._enqueue(work))
+        return work.future
+
+    def cancel(self, request: str) -> None:
+        """Forget a request wherever it stands."""
+        self._owner.abort(request)
+        self.loop.post(lambda: self._cancel(request))
+
+    def sweep(self) -> None:
+        """Expire leases and deadlines; called every half second."""
+        self._owner.sweep()
+        self.loop.post(self._expire)
+
+    def works(self) -> list[Work]:
+        """Live requests, for load and inventory."""
+        return list(self._works)
+
+    # --- in the loop's thread
+
+    def _enqueue(self, work: Work) -> None:
+        try:
+            self._refuse_impossible(work)
+        except ServingError as error:
+            work.future.set_exception(error)
+            return
+        self._works.append(work)
+
+    def _refuse_impossible(self, work: Work) -> None:
+        job, pages = work.job, self._memory.pages.total
+        if not job.token_ids:
+            raise InvalidRequest("the prompt is empty")
+        if pages_of(work.total) > pages:
+            raise InvalidRequest(f"a prompt of {work.total} tokens needs more than {pages} pages")
+        if sum(w.stage == "queued" for w in self._works) >= self._settings.queue_limit:
+            raise CapacityError(f"{self._settings.queue_limit} prompts wait here already")
+
+    def _step(self) -> bool:
+        self._admit()
+        running = [work for work in self._works if work.stage == "running"]
+        if not running:
+            return False
+        progress = [Progress(done=work.done, total=work.limit) for work in running]
+        counts = plan_step(
+            progress,
+            step_tokens=self._settings.step_tokens,
+            max_batch=self._settings.max_batch,
+        )
+        started = time.perf_counter()
+        chosen = [(w, n) for w, n in zip(running, counts, strict=True) if n]
+        for work, _ in chosen:
+            self._prepare_canary(work)
+        logits = self._forward(chosen)
+        self._tally.observe("baton_prefill_step_seconds", time.perf_counter() - started)
+        self._tally.observe("baton_prefill_step_tokens", float(sum(n for _, n in chosen)))
+        row = 0
+        for work, count in chosen:
+            self._absorb(work, count)
+            if work.done == work.total:
+                self._publish(work, logits[row])
+                row += 1
+        return True
+
+    def _admit(self) -> None:
+        for work in self._works:
+            if work.stage != "queued":
+                continue
+            slots, pages = 1 + work.job.canary, pages_of(work.total)
+            if self._memory.slots.free < slots or self._memory.pages.free < pages:
+                return
+            if work.job.image_offsets:
+                try:
+                    work.pull = self._puller.start(work.job)
+                except CapacityError:
+                    return
+                except ServingError as error:
+                    self._end(work, error)
+                    return
+                work.pull.future.add_done_callback(partial(self._pulled, work))
+            taken = self._memory.slots.take(slots)
+            work.slot, work.canary_slot = taken[0], taken[1] if work.job.canary else -1
+            work.pages = self._memory.pages.take(pages)
+            self._memory.states.begin(work.slot, work.nonce)
+            work.stage = "fetching" if work.pull is not None else "running"
+            work.started = time.monotonic()
+
+    def _pulled(self, work: Work, future: Future[None]) -> None:
+        def go_on() -> None:
+            if work.stage != "fetching":
+                return
+            error = future.exception()
+            if error is None:
+                work.stage = "running"
+            else:
+                self._end(work, error)
+
+        self.loop.post(go_on)
+
+    def _forward(self, chosen: list[tuple[Work, int]]) -> Tensor:
+        shares = tuple(
+            share_of(work, work.slot, count, want_logits=work.done + count == work.total)
+            for work, count in chosen
+        )
+        return self._model.forward(StepBatch(kind="chunks", shares=shares), self._memory.tensors)
+
+    def _prepare_canary(self, work: Work) -> None:
+        """Before the last share: leave the state before the last token in the canary's slot."""
+        if work.canary_slot < 0 or work.limit != work.total:
+            return
+        states = self._memory.states
+        states.copy(work.slot, work.canary_slot)
+        count = work.total - 1 - work.done
+        if count:
+            share = share_of(work, work.canary_slot, count, want_logits=False)
+            batch = StepBatch(kind="chunks", shares=(share,))
+            self._model.forward(batch, self._memory.tensors)
+            states.advance(work.canary_slot, work.nonce, count)
+
+    def _absorb(self, work: Work, count: int) -> None:
+        self._memory.states.advance(work.slot, work.nonce, count)
+        first, last = work.done // CHUNK, (work.done + count) // CHUNK
+        self._memory.latents.sign(work.pages[first:last], first)
+        work.done += count
+        self._tally.add("baton_prefill_tokens_total", float(count))
+
+    def _publish(self, work: Work, logits: Tensor) -> None:
+        finished = Finished(
+            job=work.job,
+            nonce=work.nonce,
+            slot=work.slot,
+            canary_slot=work.canary_slot,
+            pages=work.pages,
+            wait_s=work.started - work.arrived,
+            compute_s=time.monotonic() - work.started,
+        )
+        on_end: Callable[[str], None] = partial(self._ticket_ended, work)
+        try:
+            ticket = publish(finished, logits, self._memory, self._owner, on_end)
+        except ServingError as error:
+            if error.code == "non_finite":
+                self._tally.add("baton_poisoned_total")
+            self._end(work, error)
+            return
+        work.stage = "published"
+        if work.pull is not None:
+            work.pull.let_go("request")
+        self._tally.observe("baton_prefill_wait_seconds", finished.wait_s)
+        self._tally.observe("baton_prefill_seconds", finished.compute_s)
+        work.future.set_result(ticket)
+
+    def _ticket_ended(self, work: Work, outcome: str) -> None:
+        self._tally.add("baton_tickets_total", outcome=outcome)
+        self.loop.post(lambda: self._free(work))
+
+    def _cancel(self, request: str) -> None:
+        for work in [w for w in self._works if w.job.request == request]:
+            if work.stage != "published":
+                self._end(work, Cancelled(f"request {request} was cancelled"))
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for work in [w for w in self._works if w.stage != "published" and now > w.deadline]:
+            self._end(work, DeadlineExceeded("the prompt was not computed in time"))
+
+    def _end(self, work: Work, error: BaseException) -> None:
+        if work in self._works:
+            self._free(work)
+            work.future.set_exception(error)
+
+    def _free(self, work: Work) -> None:
+        if work not in self._works:
+            return
+        self._works.remove(work)
+        work.stage = "ended"
+        if work.pull is not None:
+            work.pull.let_go("request")
+        if work.slot >= 0:
+            self._memory.slots.give(s for s in (work.slot, work.canary_slot) if s >= 0)
+            self._memory.pages.give(work.pages)
+
+    def _fail_all(self, error: BaseException) -> None:
+        for work in list(self._works):
+            if not work.future.done():
+                work.future.set_exception(ServingError(f"the prefill engine stopped: {error}"))
+
+
+def share_of(work: Work, slot: int, count: int, *, want_logits: bool) -> Share:
+    """The next `count` tokens of a prompt, with the image rows that fall among them."""
+    start, stop = work.done, work.done + count
+    at: list[int] = []
+    rows: list[Tensor] = []
+    if work.pull is not None:
+        for offset, image in zip(work.job.image_offsets, work.pull.images(), strict=True):
+            low, high = max(start, offset), min(stop, offset + image.shape[0])
+            if low < high:
+                at.extend(range(low - start, high - start))
+                rows.append(image[low - offset : high - offset])
+    return Share(
+        slot=slot,
+        pages=work.pages[: pages_of(stop)],
+        start=start,
+        token_ids=work.job.token_ids[start:stop],
+        want_logits=want_logits,
+        embeds=torch.cat(rows) if rows else None,
+        embed_at=tuple(at),
+    )

@@ -1,0 +1,135 @@
+"""The prefill room: one verb, `PrefillJob` → `CacheTicket`, and the small messages beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from common.cache.embed_arena import EmbedArena
+from common.config.settings import Settings
+from common.contract.messages import (
+    Cached,
+    Cancel,
+    Done,
+    Endpoint,
+    Holdings,
+    Inventory,
+    Load,
+    Message,
+    Ping,
+    PrefillJob,
+    Release,
+    Renew,
+)
+from common.runtime.text_room import TextRoom
+from common.transfer.owner import Owner
+from services.prefill.embeds import EmbedPuller
+from services.prefill.engine import PrefillEngine
+
+
+class PrefillRoom(TextRoom):
+    """A replica: engine, pools, agent and socket."""
+
+    def __init__(self, settings: Settings, *, secret: str, replica: str = "") -> None:
+        """Load the model and register the pools; takes seconds."""
+        super().__init__(
+            "prefill",
+            settings,
+            secret=secret,
+            replica=replica,
+            slots=settings.prefill.slots,
+            pages=settings.prefill.pages,
+        )
+        loaded, transfer = self.loaded, settings.transfer
+        self.arena = EmbedArena(
+            settings.prefill.landing_rows,
+            loaded.spec.text.hidden,
+            dtype=loaded.dtype,
+            device=loaded.device,
+        )
+        self.pools = (*self.pools, self.link.register("embed", self.arena.rows))
+        self.owner = Owner(
+            self.room.id,
+            self.room.epoch,
+            loaded.model_print,
+            loaded.layout_print,
+            lease_s=transfer.lease_s,
+        )
+        self.puller = EmbedPuller(
+            self.arena,
+            self.receiver,
+            self.threads,
+            self.identity,
+            deadline_s=transfer.deadline_s,
+            release=self.release,
+        )
+        self.engine = PrefillEngine(
+            loaded.model, self.memory, self.puller, self.owner, settings.prefill, self.tally
+        )
+
+    async def open(self, host: str) -> Endpoint:
+        """Start the engine and listen on a free port of `host`."""
+        room = self.room
+        room.on(PrefillJob, self._prefill)
+        room.on(Renew, self._renew)
+        room.on(Release, self._on_release)
+        room.on(Cancel, self._cancel)
+        room.on(Ping, self.load)
+        room.on(Inventory, self.holdings)
+        room.every_sweep(self.engine.sweep)
+        return await self.start(host, self.engine.loop)
+
+    async def close(self) -> None:
+        """Stop listening, then computing."""
+        await self.stop(self.engine.loop)
+
+    async def load(self, message: Ping, caller: str) -> Load:
+        """How busy this replica is."""
+        works, now = self.engine.works(), time.monotonic()
+        queued = [work for work in works if work.stage in ("queued", "fetching")]
+        running = [work for work in works if work.stage == "running"]
+        self.gauge()
+        self.tally.set("baton_tickets_held", float(self.owner.held()))
+        return Load(
+            epoch=self.room.epoch,
+            queued=len(queued),
+            queued_tokens=sum(work.total - work.done for work in queued + running),
+            running=len(running),
+            free_slots=self.memory.slots.free,
+            free_pages=self.memory.pages.free,
+            total_slots=self.memory.slots.total,
+            total_pages=self.memory.pages.total,
+            oldest_s=max((now - work.arrived for work in queued), default=0.0),
+            suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
+            counters=self.tally.snapshot(),
+        )
+
+    async def holdings(self, message: Inventory, caller: str) -> Holdings:
+        """What requests and leases hold here."""
+        works = [work for work in self.engine.works() if not work.job.probe]
+        return Holdings(
+            room="prefill",
+            id=self.room.id,
+            epoch=self.room.epoch,
+            pages=sum(len(work.pages) for work in works),
+            slots=sum((work.slot >= 0) + (work.canary_slot >= 0) for work in works),
+            quarantine=self.receiver.quarantined,
+            embeddings=sum(work.pull is not None and work.pull.is_wanted for work in works),
+            tickets=self.owner.held(),
+            cached=Cached(),
+        )
+
+    async def _prefill(self, job: PrefillJob, caller: str) -> Message:
+        return await asyncio.wrap_future(self.engine.submit(job))
+
+    async def _renew(self, message: Renew, caller: str) -> Message:
+        self.owner.renew(message.nonces)
+        return Done()
+
+    async def _on_release(self, message: Release, caller: str) -> Message:
+        self.owner.release(message.nonce, message.outcome)
+        return Done()
+
+    async def _cancel(self, message: Cancel, caller: str) -> Message:
+        self.engine.cancel(message.request)
+        return Done()
