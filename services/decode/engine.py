@@ -1,0 +1,328 @@
+"""The decode loop: reserve, take in, step, emit frames.
+
+One thread owns pools and batch (`EngineLoop`); hand-offs are taken in by transfer threads
+(`intake.py`) and join between two steps. Memory is given back when its request ended and no READ
+may write there any more (architecture, D1). Tokens leave in one frame a step and router.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+
+from common.config.settings import DecodeSettings
+from common.contract.finish import finish_of
+from common.contract.messages import (
+    Accepted,
+    DecodeJob,
+    Endpoint,
+    Reservation,
+    Reserve,
+    TokenFrame,
+    TokenItem,
+    TokenOut,
+)
+from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, InvalidRequest, ServingError
+from common.model.batch import Share, StepBatch
+from common.model.text import TextModel
+from common.observe.metrics import Tally
+from common.runtime.loop import EngineLoop, promise
+from common.runtime.memory import TextMemory
+from common.sampling.sampler import Row, sample
+from services.decode.held import Choice, Held, give_back, reserve
+from services.decode.intake import Intake, Times
+from services.decode.joining import canary_difference, join
+from services.decode.scheduler import plan_step
+
+Push = Callable[[str, TokenFrame], None]  # (caller, frame), from the loop's thread
+Release = Callable[[Endpoint, bytes, str], None]
+
+
+class DecodeEngine:
+    """Tickets in, frames out."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        memory: TextMemory,
+        intake: Intake,
+        threads: Executor,
+        settings: DecodeSettings,
+        tally: Tally,
+        *,
+        epoch: int,
+        lease_s: float,
+        canary_bound: float,
+        push: Push,
+        release: Release,
+    ) -> None:
+        """Build the engine; `loop.start()` begins."""
+        self._model, self._memory, self._intake = model, memory, intake
+        self._threads, self._settings, self._tally = threads, settings, tally
+        self._epoch, self._lease_s, self._canary_bound = epoch, lease_s, canary_bound
+        self._push, self._release = push, release
+        self._helds: dict[bytes, Held] = {}
+        self._running: list[tuple[Held, Choice]] = []
+        self._items: dict[str, list[TokenItem]] = defaultdict(list)
+        self._steps = 0
+        self.loop = EngineLoop("decode", self._step)
+        self.loop.on_failure = self._fail_all
+
+    # --- from any thread
+
+    def reserve(self, message: Reserve, caller: str) -> Future[Reservation]:
+        """Hold slots and pages for a request until its job comes or its lease ends."""
+        return self.loop.ask(lambda: self._reserve(message, caller))
+
+    def submit(self, job: DecodeJob) -> Future[Accepted]:
+        """Take in a hand-off for a reservation; frames follow when the future has its result."""
+        accepted: Future[Accepted] = promise()
+        posted = time.monotonic()
+        self.loop.post(lambda: self._begin_intake(job, posted, accepted))
+        return accepted
+
+    def renew(self, ids: tuple[bytes, ...]) -> None:
+        """Keep reservations that are still waiting for their job."""
+        self.loop.post(lambda: self._renew(ids))
+
+    def release(self, reservation: bytes) -> None:
+        """Give a reservation back."""
+        self.loop.post(lambda: self._end_all(lambda held: held.id == reservation, "released"))
+
+    def cancel(self, request: str) -> None:
+        """Forget a request wherever it stands."""
+        self.loop.post(
+            lambda: self._end_all(lambda held: held.reserve.request == request, "cancelled")
+        )
+
+    def caller_lost(self, caller: str) -> None:
+        """Forget everything of a router that is gone: nobody reads its frames."""
+        self.loop.post(lambda: self._end_all(lambda held: held.caller == caller, "cancelled"))
+
+    def sweep(self) -> None:
+        """Expire reservations and deadlines; called every half second."""
+        self.loop.post(self._expire)
+
+    def helds(self) -> list[Held]:
+        """What is held now, for load and inventory."""
+        return list(self._helds.values())
+
+    # --- in the loop's thread: reservations and hand-offs
+
+    def _reserve(self, message: Reserve, caller: str) -> Reservation:
+        try:
+            held = reserve(message, caller, self._memory, self._lease_s)
+        except ServingError:
+            self._tally.add("baton_reservations_refused_total")
+            raise
+        self._helds[held.id] = held
+        return Reservation(id=held.id, epoch=self._epoch, lease_s=self._lease_s)
+
+    def _begin_intake(self, job: DecodeJob, posted: float, accepted: Future[Accepted]) -> None:
+        held = self._helds.get(job.reservation)
+        if held is None or held.stage != "reserved":
+            self._release(job.producer, job.ticket.offer.nonce, "aborted")
+            accepted.set_exception(InvalidRequest("the reservation is not held any more"))
+            return
+        held.stage, held.writers, held.job, held.accepted = "fetching", 2, job, accepted
+        held.deadline = posted + job.deadline_s
+        self._threads.submit(self._run_intake, held, job, posted)
+
+    def _run_intake(self, held: Held, job: DecodeJob, posted: float) -> None:
+        writer_ended = partial(self.loop.post, partial(self._writer_ended, held))
+        try:
+            times = self._intake.take(held, job, posted, writer_ended)
+        except ServingError as error:
+            writer_ended()
+            self.loop.post(partial(self._refuse, held, job, error))
+        else:
+            writer_ended()
+            self.loop.post(partial(self._join, held, job, times))
+
+    def _writer_ended(self, held: Held) -> None:
+        held.writers -= 1
+        if held.stage == "ended" and not held.writers:
+            give_back(held, self._memory)
+
+    def _refuse(self, held: Held, job: DecodeJob, error: ServingError) -> None:
+        refused = isinstance(error, HandoffRefused)
+        if isinstance(error, HandoffRefused):
+            self._tally.add("baton_handoffs_refused_total", part=error.part.split(":")[0])
+        self._release(job.producer, job.ticket.offer.nonce, "refused" if refused else "aborted")
+        if held.stage != "ended":
+            if held.writers:  # the destination stays in quarantine, so the reservation is spent
+                self._end(held)
+            else:
+                held.stage = "reserved"
+                held.expires = time.monotonic() + self._lease_s
+        held.accepted.set_exception(error)
+
+    def _join(self, held: Held, job: DecodeJob, times: Times) -> None:
+        if held.stage == "ended":
+            self._release(job.producer, job.ticket.offer.nonce, "aborted")
+            held.accepted.set_exception(Cancelled(f"request {job.request} was cancelled"))
+            return
+        if held.canary_slot >= 0:
+            difference = canary_difference(held, job, self._model, self._memory)
+            if not difference <= self._canary_bound:
+                text = f"logits differ by {difference:.3g}, the bound is {self._canary_bound:g}"
+                self._refuse(held, job, HandoffRefused("canary", text))
+                return
+        held.choices = join(held, job, self._memory)
+        self._release(job.producer, job.ticket.offer.nonce, "released")
+        held.stage = "running"
+        running = [choice for choice in held.choices if not choice.finish]
+        self._running += [(held, choice) for choice in running]
+        if not running:
+            self._end(held)
+        self._observe(times)
+        held.accepted.set_result(
+            Accepted(wait_s=times.wait_s, pull_s=times.pull_s, verify_s=times.verify_s)
+        )
+
+    def _observe(self, times: Times) -> None:
+        self._tally.observe("baton_decode_wait_seconds", times.wait_s)
+        self._tally.observe("baton_pull_seconds", times.pull_s)
+        self._tally.observe("baton_verify_seconds", times.verify_s)
+
+    # --- in the loop's thread: steps
+
+    def _step(self) -> bool:
+        if not self._running:
+            return False
+        started = time.perf_counter()
+        by_choice = {id(choice): held for held, choice in self._running}
+        chosen = plan_step([c for _, c in self._running], max_batch=self._settings.max_batch)
+        batch = [(by_choice[id(choice)], choice) for choice in chosen]
+        self._steps += 1
+        logits = self._model.forward(
+            StepBatch(kind="steps", shares=tuple(_share(held, c) for held, c in batch)),
+            self._memory.tensors,
+        )
+        for held, choice in batch:
+            self._memory.states.advance(choice.slot, held.id, 1)
+            choice.fed += 1
+            choice.last_step = self._steps
+        sampling = [(held, choice) for held, choice in batch if choice.fed == len(choice.tokens)]
+        tokens = sample(logits, [_row(held, choice) for held, choice in sampling])
+        for (held, choice), token in zip(sampling, tokens, strict=True):
+            self._emit(held, choice, token)
+        self._flush()
+        self._tally.add("baton_decode_steps_total")
+        self._tally.add("baton_decode_tokens_total", float(len(sampling)))
+        self._tally.observe("baton_decode_step_seconds", time.perf_counter() - started)
+        self._tally.observe("baton_decode_batch", float(len(batch)))
+        return True
+
+    def _emit(self, held: Held, choice: Choice, token: TokenOut | ServingError) -> None:
+        assert held.job is not None
+        if isinstance(token, ServingError):
+            self._tally.add("baton_poisoned_total")
+            self._finish(held, choice, "error", str(token))
+            return
+        choice.tokens.append(token.id)
+        choice.counts[token.id] += 1
+        finish = finish_of(held.job.sampling, token.id, len(choice.tokens))
+        if finish:
+            self._finish(held, choice, finish, "", (token,))
+        else:
+            self._item(held, choice, tokens=(token,))
+
+    def _item(
+        self,
+        held: Held,
+        choice: Choice,
+        tokens: tuple[TokenOut, ...] = (),
+        finish: str = "",
+        error: str = "",
+    ) -> None:
+        request = held.reserve.request
+        self._items[held.caller].append(
+            TokenItem(
+                request=request, choice=choice.index, tokens=tokens, finish=finish, error=error
+            )
+        )
+
+    def _finish(
+        self,
+        held: Held,
+        choice: Choice,
+        finish: str,
+        error: str,
+        tokens: tuple[TokenOut, ...] = (),
+    ) -> None:
+        choice.finish = finish
+        self._item(held, choice, tokens, finish, error)
+        self._running.remove((held, choice))
+        if all(other.finish for other in held.choices):
+            self._end(held)
+
+    def _flush(self) -> None:
+        for caller, items in self._items.items():
+            self._push(caller, TokenFrame(step=self._steps, items=tuple(items)))
+        self._items.clear()
+
+    # --- in the loop's thread: endings
+
+    def _end(self, held: Held) -> None:
+        """Forget a request; memory a READ may still write into is given back later."""
+        if self._helds.pop(held.id, None) is None:
+            return
+        held.stage = "ended"
+        if not held.writers:
+            give_back(held, self._memory)
+
+    def _end_all(self, wanted: Callable[[Held], bool], why: str) -> None:
+        for held in [held for held in self._helds.values() if wanted(held)]:
+            if why == "cancelled":
+                self._tally.add("baton_cancelled_total")
+            self._running = [pair for pair in self._running if pair[0] is not held]
+            self._end(held)
+
+    def _renew(self, ids: tuple[bytes, ...]) -> None:
+        for reservation in ids:
+            if (held := self._helds.get(reservation)) is not None:
+                held.expires = time.monotonic() + self._lease_s
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        for held in list(self._helds.values()):
+            if held.stage == "reserved" and now > held.expires:
+                self._end(held)
+            elif held.stage == "running" and now > held.deadline:
+                late = DeadlineExceeded("the answer was not finished in time")
+                for choice in [c for c in held.choices if not c.finish]:
+                    self._finish(held, choice, "error", str(late))
+        self._flush()
+
+    def _fail_all(self, error: BaseException) -> None:
+        for held in list(self._helds.values()):
+            if held.stage == "fetching" and not held.accepted.done():
+                held.accepted.set_exception(ServingError(f"the decode engine stopped: {error}"))
+            for choice in [c for c in held.choices if not c.finish]:
+                self._item(held, choice, finish="error", error="the decode engine stopped")
+        self._flush()
+
+
+def _share(held: Held, choice: Choice) -> Share:
+    return Share(
+        slot=choice.slot,
+        pages=choice.pages,
+        start=held.reserve.prompt_tokens + choice.fed,
+        token_ids=(choice.tokens[choice.fed],),
+        want_logits=choice.fed + 1 == len(choice.tokens),
+    )
+
+
+def _row(held: Held, choice: Choice) -> Row:
+    assert held.job is not None
+    return Row(
+        sampling=held.job.sampling,
+        choice=choice.index,
+        position=len(choice.tokens),
+        counts=choice.counts,
+        prompt=held.prompt,
+    )

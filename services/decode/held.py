@@ -1,0 +1,112 @@
+"""What a decode room holds for one request: a reservation first, running choices later.
+
+Prompt pages that are full are shared by all choices through their reference counts; each choice
+has its own last prompt page and its own pages for the answer. Nothing here runs a model.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from common.cache.mla_pool import pages_of
+from common.config.spec import CHUNK
+from common.contract.messages import Accepted, DecodeJob, Reserve
+from common.errors import CapacityError, InvalidRequest
+from common.runtime.loop import promise
+from common.runtime.memory import TextMemory
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One answer being written."""
+
+    index: int
+    slot: int
+    pages: tuple[int, ...]  # shared ones first
+    tokens: list[int] = field(default_factory=list)  # emitted, and forced ones on a replay
+    fed: int = 0  # of them, how many the state absorbed
+    counts: Counter[int] = field(default_factory=Counter)
+    last_step: int = 0
+    finish: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A reservation, and the request that came for it."""
+
+    reserve: Reserve
+    caller: str
+    slots: tuple[int, ...]  # one a choice, then the canary's
+    shared_pages: tuple[int, ...]
+    own_pages: tuple[tuple[int, ...], ...]
+    expires: float
+    id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    stage: str = "reserved"  # then fetching, running, ended
+    writers: int = 0  # a READ and its thread, which may still write into slots and pages
+    job: DecodeJob | None = None
+    deadline: float = float("inf")
+    accepted: Future[Accepted] = field(default_factory=promise)
+    choices: list[Choice] = field(default_factory=list)
+    prompt: frozenset[int] = frozenset()  # distinct prompt ids, for the repetition penalty
+
+    @property
+    def canary_slot(self) -> int:
+        """The slot for the state before the last prompt token, -1 without a canary."""
+        return self.slots[-1] if self.reserve.canary else -1
+
+    @property
+    def prompt_pages(self) -> tuple[int, ...]:
+        """Pages that the hand-off fills: the shared ones and the first choice's partial one."""
+        count = pages_of(self.reserve.prompt_tokens)
+        return (self.shared_pages + self.own_pages[0])[:count]
+
+    def num_pages(self) -> int:
+        """Pages held, each counted once."""
+        return len(self.shared_pages) + sum(map(len, self.own_pages))
+
+
+def reserve(message: Reserve, caller: str, memory: TextMemory, lease_s: float) -> Held:
+    """Take slots and pages for a whole request: prompt and answer.
+
+    Raises:
+        InvalidRequest: it could never fit.
+        CapacityError: it does not fit now.
+    """
+    tokens = message.prompt_tokens + message.max_tokens - 1  # the last one is never fed
+    shared = message.prompt_tokens // CHUNK
+    own = max(0, pages_of(tokens) - shared)
+    slots, pages = message.n + message.canary, shared + message.n * own
+    if slots > memory.slots.total or pages > memory.pages.total:
+        raise InvalidRequest(
+            f"{message.prompt_tokens} prompt tokens and {message.n} x {message.max_tokens} answer "
+            f"tokens need {slots} slots and {pages} pages; a decode replica has "
+            f"{memory.slots.total} and {memory.pages.total}: ask for fewer tokens or choices",
+            param="max_tokens",
+        )
+    if slots > memory.slots.free or pages > memory.pages.free:
+        raise CapacityError(f"{slots} slots and {pages} pages are not free in this replica now")
+    taken = memory.pages.take(pages)
+    return Held(
+        reserve=message,
+        caller=caller,
+        slots=memory.slots.take(slots),
+        shared_pages=taken[:shared],
+        own_pages=tuple(
+            taken[shared + own * choice : shared + own * (choice + 1)]
+            for choice in range(message.n)
+        ),
+        expires=time.monotonic() + lease_s,
+    )
+
+
+def give_back(held: Held, memory: TextMemory) -> None:
+    """Return everything; only when nobody may write there any more."""
+    assert not held.writers, "memory of a READ in progress must not be given back"
+    memory.slots.give(held.slots)
+    memory.pages.give(held.shared_pages)
+    for pages in held.own_pages:
+        memory.pages.give(pages)

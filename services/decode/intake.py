@@ -1,0 +1,115 @@
+"""Taking in a hand-off: check the ticket, READ, verify. Runs in a transfer thread.
+
+Nothing here touches the engine's state: the destination is the request's own slots and pages, and
+what became of the READ is told through `read_ended`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.contract.messages import DecodeJob
+from common.contract.prefixes import token_hash
+from common.errors import HandoffRefused, ServingError
+from common.ops.digest import Signature
+from common.runtime.identity import Identity
+from common.runtime.memory import TextMemory
+from common.transfer.link import Pair, pair_spans
+from common.transfer.receiver import Receiver
+from common.transfer.verify import Extent, spans_of
+from services.decode.held import Held
+
+Tamper = Callable[[Held, TextMemory], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds a hand-off spent."""
+
+    wait_s: float
+    pull_s: float
+    verify_s: float
+
+
+class Intake:
+    """The receiving half of the decode room."""
+
+    def __init__(
+        self,
+        memory: TextMemory,
+        receiver: Receiver,
+        identity: Identity,
+        *,
+        deadline_s: float,
+        tamper: Tamper | None = None,
+    ) -> None:
+        """`tamper` changes bytes between DONE and verification; only with [testing]."""
+        self._memory, self._receiver, self._identity = memory, receiver, identity
+        self._deadline_s, self.tamper = deadline_s, tamper
+
+    def take(
+        self, held: Held, job: DecodeJob, posted: float, read_ended: Callable[[], None]
+    ) -> Times:
+        """Fill and verify the request's memory; `read_ended` is called exactly once.
+
+        Raises:
+            HandoffRefused: naming the part.
+            TransferError, DeadlineExceeded, Cancelled: the READ did not complete.
+        """
+        started = time.monotonic()
+        try:
+            pairs = self._checked(held, job)
+        except ServingError:
+            read_ended()
+            raise
+        deadline_s = min(self._deadline_s, job.deadline_s)
+        self._receiver.fetch(
+            job.producer, pairs, deadline_s, lambda: held.stage != "fetching", read_ended
+        )
+        pulled = time.monotonic()
+        if self.tamper is not None:
+            self.tamper(held, self._memory)
+        self._receiver.verify(job.ticket.seal.digests, lambda: self._measure(held))
+        self._memory.latents.zero_rest(held.prompt_pages, held.reserve.prompt_tokens)
+        now = time.monotonic()
+        return Times(wait_s=started - posted, pull_s=pulled - started, verify_s=now - pulled)
+
+    def _checked(self, held: Held, job: DecodeJob) -> list[Pair]:
+        states, latents = self._memory.states, self._memory.latents
+        if len(job.token_ids) != held.reserve.prompt_tokens:
+            raise HandoffRefused(
+                "token_count",
+                f"{held.reserve.prompt_tokens} tokens were reserved, {len(job.token_ids)} came",
+            )
+        expected = {
+            "state": Extent(unit=states.state_bytes, count=1),
+            "conv": Extent(unit=states.conv_bytes, count=1),
+            "latent": Extent(unit=latents.page_bytes, count=len(held.prompt_pages)),
+        }
+        local = {kind: [span] for kind, span in states.span(held.slots[0]).items()}
+        local["latent"] = list(latents.spans(held.prompt_pages))
+        if held.canary_slot >= 0:
+            for kind, span in states.span(held.canary_slot).items():
+                expected[f"canary_{kind}"] = expected[kind]
+                local[f"canary_{kind}"] = [span]
+        self._receiver.check(
+            job.ticket,
+            job.producer,
+            model_print=self._identity.model_print,
+            layout_print=self._identity.layout_print,
+            num_tokens=len(job.token_ids),
+            token_hash=token_hash(job.token_ids),
+            expected=expected,
+        )
+        remote = spans_of(job.ticket)
+        return [pair for kind in local for pair in pair_spans(local[kind], remote[kind])]
+
+    def _measure(self, held: Held) -> Signature:
+        states, latents = self._memory.states, self._memory.latents
+        found = states.sign(held.slots[0])
+        found = found | latents.measure(held.prompt_pages, held.reserve.prompt_tokens)
+        if held.canary_slot >= 0:
+            found = found | states.sign(held.canary_slot, prefix="canary_")
+        return found

@@ -1,0 +1,126 @@
+"""The decode room: `Reserve`, then one verb, `DecodeJob` → `Accepted` and frames of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+from common.config.settings import Settings
+from common.contract.messages import (
+    Cancel,
+    DecodeJob,
+    Done,
+    Endpoint,
+    Holdings,
+    Inventory,
+    Load,
+    Message,
+    Ping,
+    Release,
+    Renew,
+    Reserve,
+    TokenFrame,
+)
+from common.runtime.text_room import TextRoom
+from services.decode.engine import DecodeEngine
+from services.decode.intake import Intake
+
+
+class DecodeRoom(TextRoom):
+    """A replica: engine, pools, agent and socket."""
+
+    def __init__(self, settings: Settings, *, secret: str, replica: str = "") -> None:
+        """Load the model and register the pools; takes seconds."""
+        super().__init__(
+            "decode",
+            settings,
+            secret=secret,
+            replica=replica,
+            slots=settings.decode.slots,
+            pages=settings.decode.pages,
+        )
+        transfer = settings.transfer
+        self.intake = Intake(
+            self.memory, self.receiver, self.identity, deadline_s=transfer.deadline_s
+        )
+        self.engine = DecodeEngine(
+            self.loaded.model,
+            self.memory,
+            self.intake,
+            self.threads,
+            settings.decode,
+            self.tally,
+            epoch=self.room.epoch,
+            lease_s=transfer.lease_s,
+            canary_bound=transfer.canary_bound,
+            push=self._push,
+            release=self.release,
+        )
+
+    async def open(self, host: str) -> Endpoint:
+        """Start the engine and listen on a free port of `host`."""
+        room = self.room
+        room.on(Reserve, self._reserve)
+        room.on(DecodeJob, self._decode)
+        room.on(Renew, self._renew)
+        room.on(Release, self._on_release)
+        room.on(Cancel, self._cancel)
+        room.on(Ping, self.load)
+        room.on(Inventory, self.holdings)
+        room.on_lost = self.engine.caller_lost
+        room.every_sweep(self.engine.sweep)
+        return await self.start(host, self.engine.loop)
+
+    async def close(self) -> None:
+        """Stop listening, then computing."""
+        await self.stop(self.engine.loop)
+
+    async def load(self, message: Ping, caller: str) -> Load:
+        """How busy this replica is."""
+        helds = self.engine.helds()
+        self.gauge()
+        return Load(
+            epoch=self.room.epoch,
+            queued=sum(held.stage in ("reserved", "fetching") for held in helds),
+            running=sum(held.stage == "running" for held in helds),
+            free_slots=self.memory.slots.free,
+            free_pages=self.memory.pages.free,
+            total_slots=self.memory.slots.total,
+            total_pages=self.memory.pages.total,
+            suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
+            counters=self.tally.snapshot(),
+        )
+
+    async def holdings(self, message: Inventory, caller: str) -> Holdings:
+        """What requests and leases hold here."""
+        helds = [held for held in self.engine.helds() if not held.reserve.probe]
+        return Holdings(
+            room="decode",
+            id=self.room.id,
+            epoch=self.room.epoch,
+            pages=sum(held.num_pages() for held in helds),
+            slots=sum(len(held.slots) for held in helds),
+            quarantine=self.receiver.quarantined,
+            tickets=sum(held.stage in ("reserved", "fetching") for held in helds),
+        )
+
+    async def _reserve(self, message: Reserve, caller: str) -> Message:
+        return await asyncio.wrap_future(self.engine.reserve(message, caller))
+
+    async def _decode(self, job: DecodeJob, caller: str) -> Message:
+        return await asyncio.wrap_future(self.engine.submit(job))
+
+    async def _renew(self, message: Renew, caller: str) -> Message:
+        self.engine.renew(message.nonces)
+        return Done()
+
+    async def _on_release(self, message: Release, caller: str) -> Message:
+        self.engine.release(message.nonce)
+        return Done()
+
+    async def _cancel(self, message: Cancel, caller: str) -> Message:
+        self.engine.cancel(message.request)
+        return Done()
+
+    def _push(self, caller: str, frame: TokenFrame) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.room.push, caller, frame)
