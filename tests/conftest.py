@@ -1,7 +1,22 @@
-"""What holds for every test: fixed seeds, and skips of what this machine cannot run."""
+"""What holds for every test: seeds, one torch thread, skips by name, and one server for all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
+
+from tests.support.processes import ROOT, write_settings
+
+torch.set_num_threads(1)
+SERVER_S = 120  # patience for Ray, four deployments and the first probe
 
 
 @pytest.fixture(autouse=True)
@@ -18,3 +33,59 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(
                     pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {devices}")
                 )
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running `baton serve`."""
+
+    url: str
+    admin_url: str
+    model: str
+    pid: int
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The whole system as a user starts it: `baton serve`, Ray, two replicas of prefill and decode.
+
+    Scripted requests are allowed, which changes nothing for others.
+    """
+    port, admin = free_port(), free_port()
+    tables = {
+        "model": {"path": str(ROOT / "checkpoints/nano")},
+        "server": {"port": port, "admin_port": admin, "drain_s": 5.0},
+        "images": {"allowed_hosts": ["127.0.0.1"]},
+        "router": {"canary_share": 0.1},
+        "prefill": {"replicas": 2},
+        "decode": {"replicas": 2},
+        "testing": {"scripted": True},
+    }
+    path = write_settings(tmp_path_factory.mktemp("server") / "settings.toml", tables)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "serve", str(path)],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in ("PORT", "ADMIN_PORT")}
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("Baton serves"), f"the server did not start: {line!r}"
+        yield Server(
+            url=f"http://127.0.0.1:{port}",
+            admin_url=f"http://127.0.0.1:{admin}",
+            model="nano-k3",
+            pid=process.pid,
+        )
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
