@@ -1,5 +1,7 @@
 """Every message between the router and the rooms: msgpack, tagged, strict, versioned.
 
+Longer than 300 lines because the whole contract stands on one page.
+
 A message that has an unknown field, lacks one, or has a value of another type is refused while
 decoding. `VERSION` is exchanged in `Hello`; peers of another version are refused there. Durations
 are seconds; a deadline is the time left when the message was sent, since clocks of hosts differ.
@@ -48,9 +50,6 @@ class Hello(Message, frozen=True, kw_only=True):
     caller: str  # "router:<id>" or "<room>:<id>"
 
 
-# --- sampling ---------------------------------------------------------------------------------
-
-
 class Sampling(Message, frozen=True, kw_only=True):
     """What a request asks of sampling. Ranges were checked at the front door.
 
@@ -81,9 +80,6 @@ class TokenOut(Message, frozen=True, kw_only=True):
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
-
-
-# --- encoder ----------------------------------------------------------------------------------
 
 
 class ImageRef(Message, frozen=True, kw_only=True):
@@ -137,9 +133,6 @@ class EmbedTicket(Message, frozen=True, kw_only=True):
     layout_print: str
     parts: tuple[EmbedPart, ...]  # in order of the request's images
     lease_s: float
-
-
-# --- prefill ----------------------------------------------------------------------------------
 
 
 class PrefillJob(Message, frozen=True, kw_only=True):
@@ -203,9 +196,6 @@ class CacheTicket(Message, frozen=True, kw_only=True):
 
     offer: Offer
     seal: Seal
-
-
-# --- decode -----------------------------------------------------------------------------------
 
 
 class Reserve(Message, frozen=True, kw_only=True):
@@ -275,9 +265,6 @@ class TokenFrame(Message, frozen=True, kw_only=True):
 
     step: int
     items: tuple[TokenItem, ...]
-
-
-# --- small messages ---------------------------------------------------------------------------
 
 
 class Renew(Message, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ may write there any more (architecture, D1). Tokens leave in one frame a step an
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
@@ -21,23 +20,21 @@ from common.contract.messages import (
     Endpoint,
     Reservation,
     Reserve,
-    TokenFrame,
-    TokenItem,
     TokenOut,
 )
 from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, InvalidRequest, ServingError
-from common.model.batch import Share, StepBatch
+from common.model.batch import StepBatch
 from common.model.text import TextModel
 from common.observe.metrics import Tally
 from common.runtime.loop import EngineLoop, promise
 from common.runtime.memory import TextMemory
-from common.sampling.sampler import Row, sample
-from services.decode.held import Choice, Held, give_back, reserve
+from common.sampling.sampler import sample
+from services.decode.frames import Frames, Push
+from services.decode.held import Choice, Held, give_back, reserve, row_of, share_of
 from services.decode.intake import Intake, Times
 from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
 
-Push = Callable[[str, TokenFrame], None]  # (caller, frame), from the loop's thread
 Release = Callable[[Endpoint, bytes, str], None]
 
 
@@ -63,10 +60,10 @@ class DecodeEngine:
         self._model, self._memory, self._intake = model, memory, intake
         self._threads, self._settings, self._tally = threads, settings, tally
         self._epoch, self._lease_s, self._canary_bound = epoch, lease_s, canary_bound
-        self._push, self._release = push, release
+        self._release = release
         self._helds: dict[bytes, Held] = {}
         self._running: list[tuple[Held, Choice]] = []
-        self._items: dict[str, list[TokenItem]] = defaultdict(list)
+        self._frames = Frames(push)
         self._steps = 0
         self.loop = EngineLoop("decode", self._step)
         self.loop.on_failure = self._fail_all
@@ -199,7 +196,7 @@ class DecodeEngine:
         batch = [(by_choice[id(choice)], choice) for choice in chosen]
         self._steps += 1
         logits = self._model.forward(
-            StepBatch(kind="steps", shares=tuple(_share(held, c) for held, c in batch)),
+            StepBatch(kind="steps", shares=tuple(share_of(held, c) for held, c in batch)),
             self._memory.tensors,
         )
         for held, choice in batch:
@@ -207,10 +204,10 @@ class DecodeEngine:
             choice.fed += 1
             choice.last_step = self._steps
         sampling = [(held, choice) for held, choice in batch if choice.fed == len(choice.tokens)]
-        tokens = sample(logits, [_row(held, choice) for held, choice in sampling])
+        tokens = sample(logits, [row_of(held, choice) for held, choice in sampling])
         for (held, choice), token in zip(sampling, tokens, strict=True):
             self._emit(held, choice, token)
-        self._flush()
+        self._frames.flush(self._steps)
         self._tally.add("baton_decode_steps_total")
         self._tally.add("baton_decode_tokens_total", float(len(sampling)))
         self._tally.observe("baton_decode_step_seconds", time.perf_counter() - started)
@@ -229,22 +226,7 @@ class DecodeEngine:
         if finish:
             self._finish(held, choice, finish, "", (token,))
         else:
-            self._item(held, choice, tokens=(token,))
-
-    def _item(
-        self,
-        held: Held,
-        choice: Choice,
-        tokens: tuple[TokenOut, ...] = (),
-        finish: str = "",
-        error: str = "",
-    ) -> None:
-        request = held.reserve.request
-        self._items[held.caller].append(
-            TokenItem(
-                request=request, choice=choice.index, tokens=tokens, finish=finish, error=error
-            )
-        )
+            self._frames.add(held, choice, (token,))
 
     def _finish(
         self,
@@ -255,15 +237,10 @@ class DecodeEngine:
         tokens: tuple[TokenOut, ...] = (),
     ) -> None:
         choice.finish = finish
-        self._item(held, choice, tokens, finish, error)
+        self._frames.add(held, choice, tokens, finish, error)
         self._running.remove((held, choice))
         if all(other.finish for other in held.choices):
             self._end(held)
-
-    def _flush(self) -> None:
-        for caller, items in self._items.items():
-            self._push(caller, TokenFrame(step=self._steps, items=tuple(items)))
-        self._items.clear()
 
     # --- in the loop's thread: endings
 
@@ -296,33 +273,12 @@ class DecodeEngine:
                 late = DeadlineExceeded("the answer was not finished in time")
                 for choice in [c for c in held.choices if not c.finish]:
                     self._finish(held, choice, "error", str(late))
-        self._flush()
+        self._frames.flush(self._steps)
 
     def _fail_all(self, error: BaseException) -> None:
         for held in list(self._helds.values()):
             if held.stage == "fetching" and not held.accepted.done():
                 held.accepted.set_exception(ServingError(f"the decode engine stopped: {error}"))
             for choice in [c for c in held.choices if not c.finish]:
-                self._item(held, choice, finish="error", error="the decode engine stopped")
-        self._flush()
-
-
-def _share(held: Held, choice: Choice) -> Share:
-    return Share(
-        slot=choice.slot,
-        pages=choice.pages,
-        start=held.reserve.prompt_tokens + choice.fed,
-        token_ids=(choice.tokens[choice.fed],),
-        want_logits=choice.fed + 1 == len(choice.tokens),
-    )
-
-
-def _row(held: Held, choice: Choice) -> Row:
-    assert held.job is not None
-    return Row(
-        sampling=held.job.sampling,
-        choice=choice.index,
-        position=len(choice.tokens),
-        counts=choice.counts,
-        prompt=held.prompt,
-    )
+                self._frames.add(held, choice, (), "error", "the decode engine stopped")
+        self._frames.flush(self._steps)

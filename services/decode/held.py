@@ -16,8 +16,10 @@ from common.cache.mla_pool import pages_of
 from common.config.spec import CHUNK
 from common.contract.messages import Accepted, DecodeJob, Reserve
 from common.errors import CapacityError, InvalidRequest
+from common.model.batch import Share
 from common.runtime.loop import promise
 from common.runtime.memory import TextMemory
+from common.sampling.sampler import Row
 
 
 @dataclass(slots=True, eq=False)
@@ -110,3 +112,26 @@ def give_back(held: Held, memory: TextMemory) -> None:
     memory.pages.give(held.shared_pages)
     for pages in held.own_pages:
         memory.pages.give(pages)
+
+
+def share_of(held: Held, choice: Choice) -> Share:
+    """The choice's token of the next step."""
+    return Share(
+        slot=choice.slot,
+        pages=choice.pages,
+        start=held.reserve.prompt_tokens + choice.fed,
+        token_ids=(choice.tokens[choice.fed],),
+        want_logits=choice.fed + 1 == len(choice.tokens),
+    )
+
+
+def row_of(held: Held, choice: Choice) -> Row:
+    """What sampling its next token needs to know."""
+    assert held.job is not None
+    return Row(
+        sampling=held.job.sampling,
+        choice=choice.index,
+        position=len(choice.tokens),
+        counts=choice.counts,
+        prompt=held.prompt,
+    )

@@ -8,14 +8,11 @@ says in `publish.py`.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from common.cache.mla_pool import pages_of
@@ -29,44 +26,16 @@ from common.errors import (
     InvalidRequest,
     ServingError,
 )
-from common.model.batch import Share, StepBatch
+from common.model.batch import StepBatch
 from common.model.text import TextModel
 from common.observe.metrics import Tally
-from common.runtime.loop import EngineLoop, promise
+from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
 from common.transfer.owner import Owner
-from services.prefill.embeds import EmbedPuller, Pull
+from services.prefill.embeds import EmbedPuller
 from services.prefill.publish import Finished, publish
 from services.prefill.scheduler import Progress, plan_step
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """One prompt on its way."""
-
-    job: PrefillJob
-    deadline: float
-    future: Future[CacheTicket] = field(default_factory=promise)
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    arrived: float = field(default_factory=time.monotonic)
-    started: float = 0.0
-    slot: int = -1
-    canary_slot: int = -1
-    pages: tuple[int, ...] = ()
-    pull: Pull | None = None
-    done: int = 0
-    stage: str = "queued"  # then fetching, running, published, ended
-
-    @property
-    def total(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.job.token_ids)
-
-    @property
-    def limit(self) -> int:
-        """Where the next share must stop: a canary's last token lies in a step of its own."""
-        border = (self.total - 1) // CHUNK * CHUNK
-        return border if self.job.canary and self.done < border else self.total
+from services.prefill.work import Work, share_of
 
 
 class PrefillEngine:
@@ -279,25 +248,3 @@ class PrefillEngine:
         for work in list(self._works):
             if not work.future.done():
                 work.future.set_exception(ServingError(f"the prefill engine stopped: {error}"))
-
-
-def share_of(work: Work, slot: int, count: int, *, want_logits: bool) -> Share:
-    """The next `count` tokens of a prompt, with the image rows that fall among them."""
-    start, stop = work.done, work.done + count
-    at: list[int] = []
-    rows: list[Tensor] = []
-    if work.pull is not None:
-        for offset, image in zip(work.job.image_offsets, work.pull.images(), strict=True):
-            low, high = max(start, offset), min(stop, offset + image.shape[0])
-            if low < high:
-                at.extend(range(low - start, high - start))
-                rows.append(image[low - offset : high - offset])
-    return Share(
-        slot=slot,
-        pages=work.pages[: pages_of(stop)],
-        start=start,
-        token_ids=work.job.token_ids[start:stop],
-        want_logits=want_logits,
-        embeds=torch.cat(rows) if rows else None,
-        embed_at=tuple(at),
-    )
