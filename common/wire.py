@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import hmac
 import itertools
+import logging
 import struct
 from collections.abc import Awaitable, Callable
 
@@ -28,6 +29,8 @@ from common.contract.messages import (
 )
 from common.contract.refusals import from_refused, to_refused
 from common.errors import ConfigError, RoomLost, ServingError
+
+_log = logging.getLogger("baton.wire")
 
 _HEAD = struct.Struct("<IIB")
 _CALL, _REPLY, _PUSH = 0, 1, 2
@@ -145,6 +148,9 @@ class Wire:
             reply: Message = await self._handler(message, self)
         except ServingError as error:
             reply = to_refused(error)
+        except Exception:  # without a reply the caller would wait for its whole timeout
+            _log.exception("a handler failed on %s", type(message).__name__)
+            reply = to_refused(ServingError("the room met a fault of its own; its log has more"))
         if not self.closed.is_set():
             self._send(number, _REPLY, reply)
 

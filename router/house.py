@@ -26,7 +26,8 @@ class House:
 
     def __init__(self, settings: Settings, seats: SeatTable, *, secret: str, name: str) -> None:
         """`name` is this router's id; `secret` is what the rooms demand in `Hello`."""
-        self.settings = settings
+        self.settings, self.name = settings, name
+        self.running = 0  # requests between door and end, probes left out
         self.bell = Bell()
         self.board = Switchboard(
             seats, settings.router, secret=secret, caller=f"router:{name}", bell=self.bell

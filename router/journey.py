@@ -32,15 +32,26 @@ class Journey:
         self.account = Account(house.tally, is_probe=task.probe)
         self.answer = Answer(task.sampling, self.account, house.tally)
         self._ledger = Ledger(house, task.deadline)
+        self._error: ServingError | None = Cancelled("the client left")  # until it arrives
+
+    def set_out(self) -> None:
+        """Begin."""
+        self._house.running += not self._task.probe
+        self._runner = self._house.spawn(self._run())
+        self._runner.add_done_callback(self._end)  # also when it is cancelled before it began
+
+    def turn_back(self) -> None:
+        """End it if it is still on its way. Once is enough, twice does no harm."""
+        self._runner.cancel()
 
     async def __aenter__(self) -> Journey:
         """Set out."""
-        self._runner = self._house.spawn(self._run())
+        self.set_out()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Turn back if it is still on its way."""
-        self._runner.cancel()
+        """Turn back."""
+        self.turn_back()
 
     async def admitted(self) -> None:
         """Wait until a decode replica has room for it.
@@ -66,21 +77,22 @@ class Journey:
             yield item
 
     async def _run(self) -> None:
-        error: ServingError | None = Cancelled("the client left")
         flow = Flow(self._task, self._house, self.answer, self._ledger, self.account)
         try:
             async with asyncio.timeout_at(self._task.deadline):
                 await flow.travel()
-            error = None
+            self._error = None
         except TimeoutError:
-            error = DeadlineExceeded("the request's time ran out")
-        except ServingError as known:
-            error = known
+            self._error = DeadlineExceeded("the request's time ran out")
+        except ServingError as error:
+            self._error = error
         except Exception:
             _log.exception("a fault in the router")
-            error = ServingError("the router met a fault of its own")
-        finally:
-            self.answer.outbox.close(error)
-            self._ledger.free()
-            outcome = error.code if error else self.answer.finish[0]
-            self.account.close(outcome, prompt_tokens=len(self._task.token_ids))
+            self._error = ServingError("the router met a fault of its own")
+
+    def _end(self, _: asyncio.Task[None]) -> None:
+        self._house.running -= not self._task.probe
+        self.answer.outbox.close(self._error)
+        self._ledger.free()
+        outcome = self._error.code if self._error else self.answer.finish[0]
+        self.account.close(outcome, prompt_tokens=len(self._task.token_ids))

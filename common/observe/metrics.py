@@ -78,6 +78,7 @@ _ALL = (
     _counter("baton_slow_readers_total", "requests", "router", "Who was dropped for not reading?"),
     _counter("baton_probes_total", "probes", "router", "Do pairs of rooms agree?", "outcome"),
     _gauge("baton_pairs_ready", "pairs", "router", "How many pairs have passed their probe?"),
+    _gauge("baton_ready", "boolean", "router", "Would `/ready` say yes?"),
     _gauge("baton_replica_silent", "boolean", "router", "Which replica does not answer?"),
     _gauge("baton_replica_epoch", "epoch", "router", "Which replica restarted?"),
     # what every heartbeat says, written by the router

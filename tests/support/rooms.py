@@ -96,7 +96,7 @@ class FakeRoom:
             self.seen.append(message)
         if type(message) in self.gates:
             await self.gates[type(message)].wait()
-            if message.request in self.cancelled:
+            if getattr(message, "request", None) in self.cancelled:
                 raise Cancelled("the request was cancelled while it waited")
         if self.planted[type(message)]:
             reply = self.planted[type(message)].pop(0)

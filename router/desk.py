@@ -1,0 +1,119 @@
+"""From a client's body to a task on the level of tokens: check, fetch, render, settle limits.
+
+Everything a request may be refused for is found here, before any room hears of it. Knows the chat
+format through `router/prompt` and the rooms not at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from common.config.image_grid import load_image_rules
+from common.config.settings import Settings
+from common.config.spec import ModelSpec
+from router.images import FetchedImage, fetch_images
+from router.jobs import Task
+from router.prompt.scripting import script_ids
+from router.prompt.template import Prompt, render
+from router.prompt.tokenizer import load_tokenizer
+from router.schema import ChatRequest, RequestLimits, fit_sampling, image_sources, parse_chat
+
+LARGE_BODY = 64 << 10  # bytes; a larger one is read in a thread, so that streams go on meanwhile
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOrder:
+    """A chat request, and the task that answers it."""
+
+    request: ChatRequest
+    task: Task
+
+    @property
+    def image_tokens(self) -> int:
+        """Tokens of the prompt that stand for images."""
+        return sum(ref.tokens for ref, _ in self.task.images)
+
+
+class Desk:
+    """The checkpoint's side of the front door: tokenizer, image rules and limits."""
+
+    def __init__(self, settings: Settings, spec: ModelSpec) -> None:
+        """Read the tokenizer and the image rules of the settings' checkpoint.
+
+        Raises:
+            CheckpointError: a file of the checkpoint is missing or wrong.
+        """
+        directory = Path(settings.model.path)
+        self.settings = settings
+        self.tokenizer = load_tokenizer(directory)
+        self._rules = load_image_rules(directory) if spec.vision is not None else None
+        self.limits = RequestLimits(
+            models=frozenset({settings.model.name}),
+            vocab=self.tokenizer.vocab,
+            context=settings.model.context or spec.text.max_position,
+            eos=spec.eos,
+            media_pad=spec.media_pad,
+            max_choices=settings.router.max_choices,
+            max_images=settings.images.max_count if self._rules else 0,
+            default_max_tokens=settings.router.default_max_tokens,
+            scripted=settings.testing.scripted,
+        )
+
+    async def read_chat(self, body: bytes) -> ChatRequest:
+        """Check a body.
+
+        Raises:
+            InvalidRequest: what is wrong with it.
+            NotFound: its model is not served here.
+        """
+        if len(body) > LARGE_BODY:
+            return await asyncio.to_thread(parse_chat, body, self.limits)
+        return parse_chat(body, self.limits)
+
+    async def order_chat(self, request: ChatRequest, *, name: str, trace: str) -> ChatOrder:
+        """Fetch the request's images and render its prompt. `name` is unique in this deployment.
+
+        Raises:
+            InvalidRequest: an image is refused, or the prompt does not fit.
+        """
+        sources = image_sources(request.messages)
+        images: list[FetchedImage] = []
+        if self._rules is not None and sources:
+            images = await fetch_images(sources, self.settings.images, self._rules)
+        prompt = await asyncio.to_thread(self._render, request, images)
+        sampling = fit_sampling(request, len(prompt.token_ids), self.limits)
+        if request.script is not None:
+            script = script_ids(self.tokenizer, request.script)
+            sampling = msgspec.structs.replace(sampling, script=script)
+        timeout_s = self.settings.server.request_timeout_s
+        task = Task(
+            request=name,
+            token_ids=prompt.token_ids,
+            sampling=sampling,
+            deadline=asyncio.get_running_loop().time() + timeout_s,
+            images=tuple((image.ref, image.payload) for image in images),
+            image_offsets=prompt.image_offsets,
+            canary=random.random() < self.settings.router.canary_share,
+            trace=trace,
+        )
+        return ChatOrder(request=request, task=task)
+
+    def _render(self, request: ChatRequest, images: list[FetchedImage]) -> Prompt:
+        return render(
+            self.tokenizer,
+            request.messages,
+            tools=request.tools,
+            thinking=request.thinking,
+            effort=request.effort,
+            tool_choice=request.tool_choice,
+            response_format=request.response_format,
+            images=[image.ref for image in images],
+        )

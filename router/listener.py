@@ -1,0 +1,76 @@
+"""An HTTP server of this process's own: uvicorn on a socket that several replicas may share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from typing import Any
+
+import uvicorn
+
+from common.errors import ConfigError
+
+BACKLOG = 2048
+
+
+class HttpListener:
+    """One app on one address."""
+
+    def __init__(self, app: Any, *, host: str, port: int, drain_s: float) -> None:
+        """`port` 0 takes any; on stopping, running requests have `drain_s` to end."""
+        self.host, self.port = host, port
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            date_header=False,
+            timeout_graceful_shutdown=max(1, round(drain_s)),
+        )
+        self._server = uvicorn.Server(config)
+        # Signals belong to whoever runs the process: Ray, or `python -m router.app`.
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> int:
+        """Listen; returns the port.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if self.port:  # router replicas of one host share the port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            sock.bind((self.host, self.port))
+            sock.listen(BACKLOG)
+        except OSError as error:
+            sock.close()
+            raise ConfigError(
+                f"cannot listen on {self.host}:{self.port}: {error.strerror}; choose another port"
+            ) from error
+        self.port = int(sock.getsockname()[1])
+        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[sock]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+                raise ConfigError(f"the listener on {self.host}:{self.port} ended at once")
+            await asyncio.sleep(0.005)
+        return self.port
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still serves."""
+        return self._task is not None and not self._task.done()
+
+    async def stop(self) -> None:
+        """Take no more connections, let requests end for a while, then cut them."""
+        if self._task is None:
+            return
+        self._server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
