@@ -44,6 +44,12 @@ class Journey:
         """End it if it is still on its way. Once is enough, twice does no harm."""
         self._runner.cancel()
 
+    def enough(self) -> None:
+        """The reader has all it wants; that the rooms are stopped in their work is no failure."""
+        if not self.answer.is_complete:
+            self._error = None
+            self._runner.cancel()
+
     async def __aenter__(self) -> Journey:
         """Set out."""
         self.set_out()
@@ -94,5 +100,5 @@ class Journey:
         self._house.running -= not self._task.probe
         self.answer.outbox.close(self._error)
         self._ledger.free()
-        outcome = self._error.code if self._error else self.answer.finish[0]
+        outcome = self._error.code if self._error else self.answer.finish[0] or "stop"
         self.account.close(outcome, prompt_tokens=len(self._task.token_ids))

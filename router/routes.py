@@ -93,8 +93,8 @@ class _Pages:
         async with journey:
             async for item in journey.events():
                 answer.take(item)
-                if answer.is_complete:
-                    break
+                if answer.is_complete:  # by a stop string, the rooms may still be at work
+                    journey.enough()
         return encode(answer.whole(_usage(answer, order, journey)))
 
     async def _streamed(
@@ -121,7 +121,7 @@ class _Pages:
                 if chunks := answer.chunks(item):
                     yield b"".join([event(encode(chunk)) for chunk in chunks])
                 if answer.is_complete:
-                    break
+                    journey.enough()
         except ServingError as error:  # never a success reason, never [DONE]
             yield event(encode(describe(error).body))
             return
