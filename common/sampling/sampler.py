@@ -61,26 +61,29 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState
     if logits.dtype != torch.float32 or logits.ndim != 2 or logits.shape[0] != len(rows):
         found = f"{logits.dtype} {tuple(logits.shape)}"
         raise ValueError(f"logits are {found}; float32 [{len(rows)}, vocab] is needed")
-    if not rows:
-        return []
-    if all(_is_plain(row) for row in rows):
-        chosen = logits.argmax(-1)
-    elif logits.device.type == "cpu":
-        chosen = torch.cat([_choose(logits[i : i + 1], [row]) for i, row in enumerate(rows)])
-    else:
-        chosen = _choose(logits, rows)
-    ids: list[int] = chosen.tolist()
+    if logits.device.type == "cpu" and not all(_is_plain(row) for row in rows):
+        alone = (logits[i : i + 1] for i in range(len(rows)))
+        return [_together(one, [row])[0] for one, row in zip(alone, rows, strict=True)]
+    return _together(logits, rows) if rows else []
+
+
+def _together(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState]:
+    """Sample rows in one go."""
     low, high = torch.aminmax(logits, dim=-1)  # both carry a NaN through
-    healthy: list[bool] = (low.isfinite() & high.isfinite()).tolist()
+    healthy = low.isfinite() & high.isfinite()
+    chosen = _choose(logits, rows)
+    tokens = _tokens(logits, chosen, rows, healthy)
     return [
-        _finish(logits[i], row, ids[i]) if healthy[i] else _poisoned(logits[i], row)
-        for i, row in enumerate(rows)
+        token if is_healthy else _poisoned(logits[i], rows[i])
+        for i, (token, is_healthy) in enumerate(zip(tokens, healthy.tolist(), strict=True))
     ]
 
 
 def _is_plain(row: Row) -> bool:
-    """Whether the arg max of the raw logits is the answer."""
-    return row.sampling.temperature == 0 and not _is_scripted(row) and not _is_adjusted(row)
+    """Whether the arg max of the raw logits is all that is asked for."""
+    s = row.sampling
+    is_bare = s.temperature == 0 and s.logprobs is None
+    return is_bare and not _is_scripted(row) and not _is_adjusted(row)
 
 
 def _is_scripted(row: Row) -> bool:
@@ -183,20 +186,43 @@ def _column(values: list[float], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
 
 
-def _finish(logits: Tensor, row: Row, chosen: int) -> TokenOut:
-    """Attach what `logprobs` asks for to a chosen token; `logits` is one raw row [V]."""
-    k = row.sampling.logprobs
-    if k is None:
-        return TokenOut(id=chosen)
-    scores = torch.log_softmax(logits, -1)
+def _tokens(logits: Tensor, chosen: Tensor, rows: Sequence[Row], healthy: Tensor) -> list[TokenOut]:
+    """The chosen ids [R] with what `logprobs` asks for; `logits` are the raw ones [R, V]."""
+    ids: list[int] = chosen.tolist()
+    asked = [i for i, row in enumerate(rows) if row.sampling.logprobs is not None]
+    tokens = [TokenOut(id=token) for token in ids]
+    if not asked:
+        return tokens
+    if len(asked) < len(rows):
+        index = torch.tensor(asked, device=logits.device)
+        logits, chosen, healthy = logits[index], chosen[index], healthy[index]
+    logits = logits.masked_fill(~healthy[:, None], 0.0)  # a NaN would have no place among the best
+    scores = logits.log_softmax(-1)
+    own: list[float] = scores.gather(1, chosen[:, None])[:, 0].tolist()
+    most = min(max(rows[i].sampling.logprobs or 0 for i in asked), logits.shape[1])
+    best = _best(logits, most)
+    tops = zip(best.tolist(), scores.gather(1, best).tolist(), strict=True)
+    for i, logprob, (top, values) in zip(asked, own, tops, strict=True):
+        k = rows[i].sampling.logprobs or 0
+        pairs = tuple(zip(top[:k], values[:k], strict=True))
+        tokens[i] = TokenOut(id=ids[i], logprob=logprob, top=pairs)
+    return tokens
+
+
+def _best(logits: Tensor, k: int) -> Tensor:
+    """The k best ids of every row, best first, of equals the lowest; int64 [R, k].
+
+    `topk` leaves open which of equals it takes, so it only tells the least value.
+    """
     if k == 0:
-        return TokenOut(id=chosen, logprob=scores[chosen].item())
-    k = min(k, scores.shape[0])
-    # `topk` leaves open which of equals it takes; ids at or above its last value are in order.
-    ids = (logits >= logits.topk(k).values[-1]).nonzero()[:, 0]
-    ids = ids[logits[ids].sort(descending=True, stable=True).indices[:k]]
-    top = tuple(zip(ids.tolist(), scores[ids].tolist(), strict=True))
-    return TokenOut(id=chosen, logprob=scores[chosen].item(), top=top)
+        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    least = logits.topk(k).values[:, -1:]
+    above, level = logits > least, logits == least
+    room = k - above.sum(-1, keepdim=True)
+    taken = above | (level & (level.cumsum(-1) <= room))
+    ids = taken.nonzero()[:, 1].view(-1, k)  # ascending
+    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)
 
 
 def _poisoned(logits: Tensor, row: Row) -> PoisonedState:
