@@ -1,8 +1,8 @@
 """The bounded queue in front of the rooms: first come, first served.
 
-Only the head tries to get a reservation, so a large request is not overtaken for ever by small
-ones. Who comes when the queue is full, or has waited too long, is told to come back later. Knows
-nothing of what a reservation is.
+While nobody waits, everyone tries at once. From the first that found no room, only the head tries,
+so that a large request is not overtaken for ever by small ones. Who comes when the queue is full,
+or has waited too long, is told to come back later. Knows nothing of what a reservation is.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class Admission:
         self._queue: deque[asyncio.Event] = deque()
 
     def __len__(self) -> int:
-        """How many wait, the one that tries included."""
+        """How many wait."""
         return len(self._queue)
 
     async def enter(self, attempt: Callable[[], Awaitable[T | None]], *, urgent: bool = False) -> T:
-        """Wait for the turn, then repeat `attempt` until it gives something.
+        """Repeat `attempt` until it gives something, in turn with others.
 
         `urgent` goes to the front past the limit: a request that has begun to answer.
 
@@ -46,18 +46,24 @@ class Admission:
             raise CapacityError(
                 f"{len(self._queue)} requests wait already, the most allowed; try again later"
             )
+        try:
+            async with asyncio.timeout(self._wait_s):
+                if not self._queue and (got := await attempt()) is not None:
+                    return got
+                return await self._wait(attempt, urgent)
+        except TimeoutError:
+            raise CapacityError(
+                f"no decode replica had room within {self._wait_s:g} s; try again later"
+            ) from None
+
+    async def _wait(self, attempt: Callable[[], Awaitable[T | None]], urgent: bool) -> T:
         turn = asyncio.Event()
         if urgent:
             self._queue.appendleft(turn)
         else:
             self._queue.append(turn)
         try:
-            async with asyncio.timeout(self._wait_s):
-                return await self._at_the_head(turn, attempt)
-        except TimeoutError:
-            raise CapacityError(
-                f"no decode replica had room within {self._wait_s:g} s; try again later"
-            ) from None
+            return await self._at_the_head(turn, attempt)
         finally:
             self._queue.remove(turn)
             if self._queue:
