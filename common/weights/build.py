@@ -95,7 +95,7 @@ def _kda(shelf: Shelf, p: str, kda: KdaSpec, hidden: int) -> KdaWeights:
     for i, x in enumerate("qkv"):
         name = f"{p}.{x}_conv1d.weight"
         shelf.put(name, conv[:, i], shapes=((inner, 1, taps),), kind="float", fill=fill_conv)
-    shapes = ((heads,), (dim,), (1, 1, heads, 1)) if heads <= dim else ((heads,), (1, 1, heads, 1))
+    shapes = ((dim,), (heads,), (1, 1, heads, 1))[0 if heads <= dim else 1 :]
     shelf.put(f"{p}.A_log", rate, shapes=shapes, kind="float", fill=fill_rate)
     dt_bias = shelf.empty(heads, dim, dtype=FP32)
     shelf.put(f"{p}.dt_bias", dt_bias, shapes=((inner,),), kind="float")

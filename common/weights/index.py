@@ -6,19 +6,35 @@ Reads the headers of safetensors files, and the index file where there is one; n
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from common.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 _MOVED = re.compile(r"^language_model\.(layers|embed_tokens|norm|output_attn_res_)")
 _SAMPLE, _SAMPLES = 4096, 16
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One tensor in a safetensors header; `__metadata__` reads as an entry without dtype."""
+
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (0, 0)
+
+
+class _Index(msgspec.Struct, gc=False):
+    weight_map: dict[str, str]
+
+
+_header: msgspec.json.Decoder[dict[str, Entry]] = msgspec.json.Decoder(dict[str, Entry])
+_index: msgspec.json.Decoder[_Index] = msgspec.json.Decoder(_Index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +63,17 @@ def stored(directory: Path) -> Iterator[Stored]:
         path = directory / name
         start, header = read_header(path)
         size = path.stat().st_size - start
-        entries = sorted(header.items(), key=_begin)
-        for key, entry in entries:
-            if key == "__metadata__":
-                continue
+        for key, entry in sorted(header.items(), key=_begin):
             if key in seen:
                 raise CheckpointError(f"tensor {key} is in {seen[key]} and in {name}; remove one")
             if listed and listed.get(key) != name:
                 raise CheckpointError(f"{INDEX} does not place {key} in {name}, which holds it")
             seen[key] = name
-            begin, end = entry["data_offsets"]
+            begin, end = entry.data_offsets
             if end > size:
                 raise CheckpointError(f"{path} is cut short: {key} ends beyond it; fetch it again")
-            shape = tuple(entry["shape"])
-            yield Stored(official(key), entry["dtype"], shape, path, start + begin, end - begin)
+            offset = start + begin
+            yield Stored(official(key), entry.dtype, entry.shape, path, offset, end - begin)
     for key, name in listed.items():
         if key not in seen:
             raise CheckpointError(f"{INDEX} places {key} in {name}, which does not hold it")
@@ -71,18 +84,19 @@ def official(name: str) -> str:
     return _MOVED.sub(r"language_model.model.\1", name)
 
 
-def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+def read_header(path: Path) -> tuple[int, dict[str, Entry]]:
     """The offset of the first tensor byte of a safetensors file, and its header."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if not 2 <= length <= 1 << 30:
                 raise ValueError(f"a header of {length} bytes")
-            header = json.loads(file.read(length))
+            header = _header.decode(file.read(length))
     except FileNotFoundError:
         raise CheckpointError(f"{path} does not exist; the checkpoint is incomplete") from None
-    except (struct.error, ValueError) as error:
+    except (struct.error, ValueError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
+    header.pop("__metadata__", None)
     return 8 + length, header
 
 
@@ -106,8 +120,8 @@ def weight_identity(directory: Path) -> str:
     return total.hexdigest()
 
 
-def _begin(item: tuple[str, dict[str, Any]]) -> int:
-    return 0 if item[0] == "__metadata__" else int(item[1]["data_offsets"][0])
+def _begin(item: tuple[str, Entry]) -> int:
+    return item[1].data_offsets[0]
 
 
 def _files(directory: Path) -> list[str]:
@@ -124,7 +138,6 @@ def _listed(directory: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        placed: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{path} is not an index: it lacks `weight_map`") from None
-    return placed
+        return _index.decode(path.read_bytes()).weight_map
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path} is not an index: {error}") from None

@@ -35,43 +35,61 @@ class Match:
 
 @dataclass(slots=True)
 class Matcher:
-    """Feeds on stored tensors, yields matches as soon as they are complete, and then judges."""
+    """Feeds on stored tensors one by one, returns matches as they are complete, then judges."""
 
     places: Mapping[str, Place]
     spec: ModelSpec
     vision: bool  # the places are the vision tower's
     done: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     waiting: dict[str, Stored] = field(default_factory=dict)
+    surplus: list[str] = field(default_factory=list)
 
     def run(self, tensors: Iterable[Stored]) -> Iterator[Match]:
-        """Match everything.
+        """Match everything; errors as of `feed` and `finish`."""
+        for tensor in tensors:
+            match = self.feed(tensor)
+            if match is not None:
+                yield match
+        self.finish()
+
+    def feed(self, tensor: Stored) -> Match | None:
+        """Take one tensor; a match where it completes one.
 
         Raises:
-            CheckpointError: names that are missing or too many, a shape or dtype that is wrong.
+            CheckpointError: its shape or dtype is wrong, or it is there in two formats.
         """
-        surplus = []
-        for tensor in tensors:
-            if self._is_foreign(tensor.name):
-                continue
-            base, expert = star(tensor.name)
-            plain, part = _plain(base) if base not in self.places else (base, "")
+        name, expert = star(tensor.name)
+        plain, part = _plain(name)
+        place = self.places.get(name)
+        if place is not None:
+            plain, part = name, ""
+        else:
             place = self.places.get(plain)
-            if place is None or expert >= max(1, place.experts):
-                surplus.append(tensor.name)
-                continue
-            yield from self._fit(tensor, place, plain, part, expert)
-        if surplus:
-            raise CheckpointError(f"the checkpoint has tensors the model lacks: {_some(surplus)}")
+        if place is None or expert >= max(1, place.experts):
+            if not self._is_foreign(tensor.name):
+                self.surplus.append(tensor.name)
+            return None
+        return self._fit(tensor, place, plain, part, expert)
+
+    def finish(self) -> None:
+        """Judge after the last tensor.
+
+        Raises:
+            CheckpointError: tensors are missing or too many; they are named.
+        """
+        if self.surplus:
+            raise CheckpointError(
+                f"the checkpoint has tensors the model lacks: {_some(self.surplus)}"
+            )
         self._refuse_gaps()
 
     def _fit(
         self, tensor: Stored, place: Place, plain: str, part: str, expert: int
-    ) -> Iterator[Match]:
+    ) -> Match | None:
         if part == "" and tensor.dtype != FP8:
             self._check(tensor, place.shapes, self._floats(place.kind))
             self._finish(tensor, plain, expert)
-            yield Match(place, expert, tensor, None)
-            return
+            return Match(place, expert, tensor, None)
         shape = place.shapes[0]
         if part in ("_packed", "_scale"):
             if place.experts == 0 or place.kind != "model":
@@ -86,10 +104,10 @@ class Matcher:
         other = self.waiting.pop(key, None)
         if other is None:
             self.waiting[key] = tensor
-            return
+            return None
         main, scale = (other, tensor) if part in ("_scale", "_scale_inv") else (tensor, other)
         self._finish(tensor, plain, expert)
-        yield Match(place, expert, main, scale)
+        return Match(place, expert, main, scale)
 
     def _finish(self, tensor: Stored, plain: str, expert: int) -> None:
         if expert in self.done[plain]:
