@@ -22,7 +22,7 @@ from common.contract.messages import (
     Reserve,
     TokenOut,
 )
-from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, InvalidRequest, ServingError
+from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, ServingError
 from common.model.batch import StepBatch
 from common.model.text import TextModel
 from common.observe.metrics import Tally
@@ -122,7 +122,9 @@ class DecodeEngine:
         held = self._helds.get(job.reservation)
         if held is None or held.stage != "reserved":
             self._release(job.producer, job.ticket.offer.nonce, "aborted")
-            accepted.set_exception(InvalidRequest("the reservation is not held any more"))
+            accepted.set_exception(
+                HandoffRefused("reservation", "it is not held any more; reserve again")
+            )
             return
         held.stage, held.writers, held.job, held.accepted = "fetching", 2, job, accepted
         held.deadline = posted + job.deadline_s

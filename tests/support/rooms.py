@@ -237,7 +237,7 @@ class FakeDecode(FakeRoom):
         ]
         step = 0
         while not all(done):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.world.step_s)
             if self.pause_after is not None and min(lengths) >= self.pause_after:
                 await asyncio.sleep(3600)
             items = []
@@ -279,6 +279,7 @@ class World:
     def __init__(self, **counts: int) -> None:
         counts = counts or {"encoder": 1, "prefill": 1, "decode": 1}
         self.answer: Callable = answer
+        self.step_s = 0.0  # of a fake decode step
         self.rooms: dict[str, FakeRoom] = {}
         for kind, count in counts.items():
             for i in range(count):

@@ -10,6 +10,7 @@ import pytest
 from common.config.settings import RouterSettings, Settings
 from common.contract import messages as m
 from common.errors import (
+    Cancelled,
     CapacityError,
     DeadlineExceeded,
     HandoffRefused,
@@ -18,6 +19,7 @@ from common.errors import (
     PoisonedState,
     RoomLost,
     ServingError,
+    TransferError,
 )
 from router.house import House
 from router.jobs import Task
@@ -312,7 +314,6 @@ async def test_a_replica_that_gives_a_request_up_hands_it_over():
         ("d1", m.Reserve, InvalidRequest("it can never fit")),
         ("p1", m.PrefillJob, PoisonedState("a logit is not finite")),
         ("p1", m.PrefillJob, CapacityError("the queue is full")),
-        ("d1", m.DecodeJob, DeadlineExceeded("too late")),
     ],
 )
 async def test_an_error_of_a_room_reaches_the_caller_and_frees_the_others(replica, kind, error):
@@ -321,6 +322,39 @@ async def test_an_error_of_a_room_reaches_the_caller_and_frees_the_others(replic
         world[replica].plant(kind, error)
         with pytest.raises(type(error), match=str(error)):
             await collect(Journey(task(images=1), house))
+        await nothing_left(world)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        HandoffRefused("reservation", "it is not held any more"),
+        TransferError("the READ broke"),
+        DeadlineExceeded("the READ took longer than 10 s"),
+    ],
+    ids=["expired", "broken", "slow"],
+)
+async def test_a_reservation_that_is_spent_is_made_again(refusal):
+    world = World()
+    async with running(world) as house:
+        world["d1"].plant(m.DecodeJob, refusal)
+        assert ids(await collect(Journey(task(), house))) == expected(5)
+        assert world["d1"].names().count("Reserve") == 2
+        await nothing_left(world)
+
+
+async def test_a_client_that_does_not_read_is_given_up_and_counted(monkeypatch):
+    monkeypatch.setattr("router.outbox.LIMIT", 4)
+    monkeypatch.setattr("router.outbox.PATIENCE_S", 0.05)
+    world = World()
+    async with running(world) as house:
+        world.step_s = 0.02
+        async with Journey(task(max_tokens=100), house) as journey:
+            await until(lambda: "Cancel" in world["d1"].names())
+            assert house.tally.snapshot()["baton_slow_readers_total"] == 1
+            assert len(journey.answer.log[0]) < 100
+            with pytest.raises(Cancelled, match="does not read"):
+                [event async for event in journey.events()]
         await nothing_left(world)
 
 
