@@ -35,33 +35,33 @@ def grid(length: int) -> Chunks:
     )
 
 
-@pytest.mark.parametrize("case", cases("kda_ops"))
-def test_kda_equals_the_naive_recurrence(case: str) -> None:
+def run_kda(case: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The golden case through gate and chunked form: g, o and the final state [H, V, K]."""
     info, data = facts("kda_ops")[case], tensors("kda_ops")
-    x = {
-        key: data[f"{case}.{key}"]
-        for key in ("q", "k", "v", "gate_logits", "beta_logits", "A_log", "dt_bias", "g", "o")
-    }
+    names = ("q", "k", "v", "gate_logits", "beta_logits", "A_log", "dt_bias")
+    x = {key: data[f"{case}.{key}"] for key in names}
     length, heads, dim = x["q"].shape
     bias = x["dt_bias"].view(heads, -1)
     g = kda.gate(x["gate_logits"], x["A_log"].exp(), bias, info["lower_bound"])
-    torch.testing.assert_close(g, x["g"], rtol=1e-6, atol=1e-6)
-
     state = torch.zeros(1, 1, heads, x["v"].shape[-1], dim)
     if info["has_initial_state"]:
         state[0, 0] = data[f"{case}.initial_state"].transpose(1, 2)
-    plan = grid(length)
-    rows = {
-        key: torch.cat([value, value.new_full((-length % 64, *value.shape[1:]), 7.0)]).unflatten(
-            0, (-1, 64)
-        )
-        for key, value in {**x, "g": g, "beta": torch.sigmoid(x["beta_logits"])}.items()
-        if key in ("q", "k", "v", "g", "beta")
-    }
-    o = kda.chunks(rows["q"], rows["k"], rows["v"], rows["g"], rows["beta"], state, 0, plan)
-    torch.testing.assert_close(o.flatten(0, 1)[:length], x["o"], rtol=0, atol=2e-5)
+    rows = [
+        torch.cat([value, value.new_full((-length % 64, *value.shape[1:]), 7.0)])
+        for value in (x["q"], x["k"], x["v"], g, torch.sigmoid(x["beta_logits"]))
+    ]
+    o = kda.chunks(*(value.unflatten(0, (-1, 64)) for value in rows), state, 0, grid(length))
+    return g, o.flatten(0, 1)[:length], state[0, 0]
+
+
+@pytest.mark.parametrize("case", cases("kda_ops"))
+def test_kda_equals_the_naive_recurrence(case: str) -> None:
+    data = tensors("kda_ops")
+    g, o, state = run_kda(case)
+    torch.testing.assert_close(g, data[f"{case}.g"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(o, data[f"{case}.o"], rtol=0, atol=2e-5)
     final = data[f"{case}.final_state"].transpose(1, 2)
-    torch.testing.assert_close(state[0, 0], final, rtol=0, atol=2e-5)
+    torch.testing.assert_close(state, final, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("case", cases("ops", "attn_res"))

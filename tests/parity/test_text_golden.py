@@ -37,6 +37,19 @@ def test_prompt_then_steps_give_the_golden_logits_and_tokens(tiny, variant, leng
     assert ours.argmax(-1).tolist() == generated
 
 
+@pytest.mark.parametrize("variant", ["k3", "linear_mini"])
+def test_products_over_all_rows_at_once_give_the_golden_logits(tiny, variant) -> None:
+    prompt, generated, logits = expected(variant, 65)
+    ours = alone(tiny(variant, exact=False), prompt, generated[:-1])
+    torch.testing.assert_close(ours, logits[64:], rtol=0, atol=5e-4)
+
+
+def test_experts_that_stay_packed_give_the_golden_logits(tiny) -> None:
+    prompt, generated, logits = expected("k3-mxfp4", 65)
+    ours = alone(tiny("k3-mxfp4", packed=True), prompt, generated[:-1])
+    torch.testing.assert_close(ours, logits[64:], rtol=0, atol=5e-4)
+
+
 @pytest.mark.parametrize("variant", ["k3", "linear"])
 def test_steps_from_the_first_token_give_the_golden_logits(tiny, variant) -> None:
     prompt, generated, logits = expected(variant, 65)

@@ -27,9 +27,11 @@ class Loaded:
     dtype: torch.dtype
 
 
-def load(directory: Path, dtype: torch.dtype = torch.float32, **options) -> Loaded:
+def load(
+    directory: Path, dtype: torch.dtype = torch.float32, packed: bool = False, **options
+) -> Loaded:
     spec = load_spec(directory)
-    weights = load_text(directory, spec, dtype=dtype)
+    weights = load_text(directory, spec, dtype=dtype, packed=packed)
     return Loaded(spec, weights, TextModel(spec.text, weights, **options), dtype)
 
 
