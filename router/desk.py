@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -17,12 +18,21 @@ import msgspec
 from common.config.image_grid import load_image_rules
 from common.config.settings import Settings
 from common.config.spec import ModelSpec
+from common.contract.messages import ImageRef, Sampling
 from router.images import FetchedImage, fetch_images
 from router.jobs import Task
 from router.prompt.scripting import script_ids
 from router.prompt.template import Prompt, render
 from router.prompt.tokenizer import load_tokenizer
-from router.schema import ChatRequest, RequestLimits, fit_sampling, image_sources, parse_chat
+from router.schema import (
+    ChatRequest,
+    CompletionRequest,
+    RequestLimits,
+    fit_sampling,
+    image_sources,
+    parse_chat,
+    parse_completion,
+)
 
 LARGE_BODY = 64 << 10  # bytes; a larger one is read in a thread, so that streams go on meanwhile
 
@@ -93,18 +103,71 @@ class Desk:
         if request.script is not None:
             script = script_ids(self.tokenizer, request.script)
             sampling = msgspec.structs.replace(sampling, script=script)
-        timeout_s = self.settings.server.request_timeout_s
-        task = Task(
-            request=name,
+        task = self._task(
+            name=name,
             token_ids=prompt.token_ids,
             sampling=sampling,
-            deadline=asyncio.get_running_loop().time() + timeout_s,
+            trace=trace,
             images=tuple((image.ref, image.payload) for image in images),
             image_offsets=prompt.image_offsets,
+        )
+        return ChatOrder(request=request, task=task)
+
+    async def read_text(self, body: bytes) -> CompletionRequest:
+        """Check the body of a plain completion.
+
+        Raises:
+            InvalidRequest: what is wrong with it.
+            NotFound: its model is not served here.
+        """
+        if len(body) > LARGE_BODY:
+            return await asyncio.to_thread(parse_completion, body, self.limits)
+        return parse_completion(body, self.limits)
+
+    async def order_text(
+        self, request: CompletionRequest, *, name: str, trace: str
+    ) -> tuple[Task, ...]:
+        """One task a prompt, named after `name`.
+
+        Raises:
+            ContextLengthExceeded: a prompt does not fit.
+        """
+        prompts = await asyncio.to_thread(self._encode, request.prompts)
+        tasks = []
+        for index, ids in enumerate(prompts):
+            sampling = fit_sampling(request, len(ids), self.limits, param="prompt")
+            if request.script is not None:
+                script = script_ids(self.tokenizer, request.script)
+                sampling = msgspec.structs.replace(sampling, script=script)
+            tasks.append(
+                self._task(name=f"{name}-{index}", token_ids=ids, sampling=sampling, trace=trace)
+            )
+        return tuple(tasks)
+
+    def _encode(self, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return [tuple(self.tokenizer.encode(p)) if isinstance(p, str) else p for p in prompts]
+
+    def _task(
+        self,
+        *,
+        name: str,
+        token_ids: tuple[int, ...],
+        sampling: Sampling,
+        trace: str,
+        images: tuple[tuple[ImageRef, bytes], ...] = (),
+        image_offsets: tuple[int, ...] = (),
+    ) -> Task:
+        timeout_s = self.settings.server.request_timeout_s
+        return Task(
+            request=name,
+            token_ids=token_ids,
+            sampling=sampling,
+            deadline=asyncio.get_running_loop().time() + timeout_s,
+            images=images,
+            image_offsets=image_offsets,
             canary=random.random() < self.settings.router.canary_share,
             trace=trace,
         )
-        return ChatOrder(request=request, task=task)
 
     def _render(self, request: ChatRequest, images: list[FetchedImage]) -> Prompt:
         return render(

@@ -64,6 +64,15 @@ class Readiness:
         prefills, decodes = self._house.seen("prefill")[0], self._house.seen("decode")[0]
         return self._house.pairs.count_usable(prefills, decodes) > 0
 
+    def demand(self) -> None:
+        """Let a request pass while ready.
+
+        Raises:
+            NotReady: no pair of rooms is fit for it.
+        """
+        if not self.is_ready:
+            raise NotReady("no prefill and decode replica have passed a probe with each other")
+
     async def run(self) -> None:
         """Probe until cancelled."""
         try:

@@ -7,12 +7,13 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common.errors import BodyTooLarge, Cancelled, NotReady, ServingError
+from common.errors import ServingError
 from common.observe.logs import request_id
+from router.bodies import read_body
 from router.desk import ChatOrder, Desk
 from router.door import Door
 from router.faults import describe, fault
@@ -23,15 +24,20 @@ from router.replies import ChatAnswer, new_head
 from router.schema import ignored_header
 from router.schema.replies import encode
 from router.stream import DONE, EventStream, event, while_connected
+from router.text_routes import TextPages
 
 
 def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
     """The ASGI app of the public listener."""
     pages = _Pages(desk, house, readiness)
+    texts = TextPages(desk, house, readiness)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", pages.chat, methods=["POST"]),
+            Route("/v1/completions", texts.completions, methods=["POST"]),
             Route("/v1/models", pages.models),
+            Route("/tokenize", texts.tokenize, methods=["POST"]),
+            Route("/detokenize", texts.detokenize, methods=["POST"]),
             Route("/health", pages.health),
             Route("/ready", pages.ready),
         ],
@@ -132,8 +138,7 @@ class _Pages:
         return ChatAnswer(order.request, self._desk.tokenizer, new_head(order.request.model))
 
     def _demand_ready(self) -> None:
-        if not self._readiness.is_ready:
-            raise NotReady("no prefill and decode replica have passed a probe with each other")
+        self._readiness.demand()
 
 
 def _usage(answer: ChatAnswer, order: ChatOrder, journey: Journey) -> Any:
@@ -142,27 +147,6 @@ def _usage(answer: ChatAnswer, order: ChatOrder, journey: Journey) -> Any:
         cached=journey.account.cached_tokens,
         image=order.image_tokens,
     )
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, read no further than `limit` bytes.
-
-    Raises:
-        BodyTooLarge: it is longer, or says so.
-        Cancelled: the client left while sending.
-    """
-    told = request.headers.get("content-length", "")
-    if told.isdecimal() and int(told) > limit:
-        raise BodyTooLarge(f"the request body has {told} bytes; at most {limit} are accepted")
-    body = bytearray()
-    try:
-        async for piece in request.stream():
-            body += piece
-            if len(body) > limit:
-                raise BodyTooLarge(f"the request body has more than {limit} bytes, the limit here")
-    except ClientDisconnect:
-        raise Cancelled("the client left while it sent its request") from None
-    return bytes(body)
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -54,6 +54,11 @@ class TextAnswer:
         """Whether every choice of every prompt has its finish reason."""
         return all(reader.finish is not None for reader in self._readers)
 
+    def has_enough_of(self, prompt: int) -> bool:
+        """Whether every choice of this prompt has its finish reason."""
+        own = self._readers[prompt * self._n : (prompt + 1) * self._n]
+        return all(reader.finish is not None for reader in own)
+
     def usage(self, *, cached: int = 0) -> Usage:
         """Usage so far; each prompt counts once."""
         completion = sum(reader.tokens for reader in self._readers)

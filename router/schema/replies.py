@@ -173,6 +173,20 @@ class TextCompletion(Reply, frozen=True, kw_only=True):
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
+class TokenizeReply(Reply, frozen=True, kw_only=True):
+    """Reply of `/tokenize`."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeReply(Reply, frozen=True, kw_only=True):
+    """Reply of `/detokenize`."""
+
+    prompt: str
+
+
 class ErrorOut(Reply, frozen=True, kw_only=True):
     """What went wrong."""
 
