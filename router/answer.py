@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 
+from common.contract.finish import finish_of
 from common.contract.messages import Sampling, TokenItem, TokenOut
 from common.errors import Cancelled, HandoffRefused, RoomLost, ServingError
 from common.observe.metrics import Tally
 from router.account import Account
-from router.jobs import finish_of_first
 from router.outbox import Outbox
 
 
@@ -45,7 +45,7 @@ class Answer:
         if len(first) != self._sampling.n:
             raise HandoffRefused("first", f"{len(first)} tokens for {self._sampling.n} choices")
         for choice, token in enumerate(first):
-            finish = finish_of_first(token, self._sampling)
+            finish = finish_of(self._sampling, token.id, 1)
             self.take(TokenItem(request="", choice=choice, tokens=(token,), finish=finish))
         return []
 

@@ -21,13 +21,14 @@ from common.config.loading import load_settings, parse_settings
 from common.config.settings import Settings
 from common.errors import RoomLost, ServingError
 from common.observe.logs import start_logging
+from router import seats as seating
 from router.admin import admin_app
 from router.desk import Desk
 from router.house import House
 from router.listener import HttpListener
 from router.readiness import Readiness
 from router.routes import public_app
-from router.seats import TABLE, Seats, seats_of
+from router.seats import Seats, seats_of
 from router.switchboard import SeatTable
 
 DISCOVER_S = 1.0  # between two attempts to make Serve tell of the rooms
@@ -92,13 +93,13 @@ class RouterReplica:
     call on each makes Serve fill this process's table of seats.
     """
 
-    def __init__(self, tables: Mapping[str, Any], secret: str, *rooms: Any) -> None:
-        """`tables`: settings as plain dictionaries."""
+    def __init__(self, tables: Mapping[str, Any], secret: str, rooms: Mapping[str, Any]) -> None:
+        """`tables`: settings as plain dictionaries; `rooms`: handles by name."""
         start_logging("router")
         settings = parse_settings(tables, source="deployment")
         name = f"router-{secrets.token_hex(4)}"
-        self._router = Router(settings, TABLE, secret=secret, name=name)
-        self._rooms = rooms
+        self._router = Router(settings, seating.TABLE, secret=secret, name=name)
+        self._rooms = list(rooms.values())
         self._started: asyncio.Task[None] | None = None
         self._discovery: asyncio.Task[None] | None = None
 

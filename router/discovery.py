@@ -1,8 +1,9 @@
 """Serve tells this process which replicas run; this class writes them into the table of seats.
 
-Serve imports it by name for a handle's caller side and may copy the module by value, so shared
-state lives in `router/seats.py`. It is the one place that touches Serve's request-router interface,
-which is alpha: the Ray version is pinned, and a test fails when the interface changes.
+Serve pickles this module by value, objects it imported by name included. So the table is reached
+through its module, which is pickled by name: `seats.TABLE`, never `from ... import TABLE`. This is
+the one place that touches Serve's request-router interface, which is alpha: the Ray version is
+pinned, and a test fails when the interface changes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from router.seats import TABLE, Seat
+from router import seats
 
 
 class PinRouter(RequestRouter):
@@ -24,18 +25,18 @@ class PinRouter(RequestRouter):
     def update_replicas(self, replicas: list[Any]) -> None:
         """Serve's controller pushed the replicas that run and accept requests."""
         super().update_replicas(replicas)
-        seats = []
+        found = []
         for replica in replicas:
             told = replica.replica_metadata or {}
             if "host" in told and "port" in told:
                 key = replica.replica_id.unique_id
-                seats.append(Seat(key=key, host=told["host"], port=int(told["port"])))
-        TABLE.fill(self._deployment_id.name, seats)
+                found.append(seats.Seat(key=key, host=told["host"], port=int(told["port"])))
+        seats.TABLE.fill(self._deployment_id.name, found)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """A call found the replica's process gone, before the controller did."""
         super().on_replica_actor_died(replica_id)
-        TABLE.remove(self._deployment_id.name, replica_id.unique_id)
+        seats.TABLE.remove(self._deployment_id.name, replica_id.unique_id)
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None

@@ -32,7 +32,7 @@ from router.house import House
 from router.jobs import Task
 from router.ledger import Ledger, expect
 from router.placement import Candidate, choose_encoder, choose_prefill, order_decodes
-from router.recovery import Recovery, is_canary
+from router.recovery import Recovery, is_canary, spends_seat
 from router.replica import Replica
 
 ASKS_FOR_BYTES = 3  # an encoder may forget an image between two messages, but not for ever
@@ -62,13 +62,14 @@ class Flow:
             except TransferError as refused:
                 self._bench(refused)
                 recovery.after_refusal(refused, ledger.at, ledger.route)
+                if spends_seat(refused, ledger.at):
+                    self._leave_seat()
             except RoomLost as lost:
                 dead = recovery.after_death(
                     lost, ledger.at, ledger.route, accepted=self._is_accepted
                 )
                 if dead == "decode":  # the reservation went with it
-                    self._seat = None
-                    ledger.free()
+                    self._leave_seat()
             ledger.is_exact = False
             self._name = f"{self.task.request}~{recovery.stumbles}"
 
@@ -87,6 +88,10 @@ class Flow:
         await self._hand_off((ticket, prefill), (decode, reservation), forced)
         await self.answer.until_over()
         self._ledger.settle(decode, self._seat_name)
+
+    def _leave_seat(self) -> None:
+        self._seat = None
+        self._ledger.free()
 
     async def _reserve(self) -> tuple[Replica, Reservation]:
         """Wait in the queue until a decode replica has room for the whole request."""

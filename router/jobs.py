@@ -19,7 +19,6 @@ from common.contract.messages import (
     PrefillJob,
     Reserve,
     Sampling,
-    TokenOut,
 )
 
 
@@ -38,13 +37,6 @@ class Task:
     probe: bool = False
     pair: tuple[str, str] | None = None  # a probe's prefill and decode replica
     trace: str = ""
-
-
-def finish_of_first(token: TokenOut, sampling: Sampling) -> str:
-    """Why the first token is also the last one; empty when it is not."""
-    if token.id in sampling.stop_ids:
-        return "stop"
-    return "length" if sampling.max_tokens <= 1 else ""
 
 
 def reserve(task: Task, name: str) -> Reserve:

@@ -11,10 +11,11 @@ import contextlib
 from typing import TypeVar
 
 from common.contract.messages import AnyMessage, Message, Release
-from common.errors import ServingError
+from common.errors import DeadlineExceeded, ServingError, TransferError
 from router.house import House
 from router.replica import Replica
 
+SPARE_S = 0.5  # a request with less time left has reached its own deadline
 GRACE_S = 2.0  # our own deadline ends a call before the call's timeout does
 
 M = TypeVar("M", bound=Message)
@@ -36,11 +37,17 @@ class Ledger:
         """Send a job about the request known there as `name`, and wait for its answer.
 
         Raises:
-            ServingError: what the room answered, or that it was lost.
+            TransferError: a pull was refused, or took longer than a room allows one.
+            ServingError: what else the room answered, or that it was lost.
         """
         self.at = self.route[replica.room] = replica
         self._touched.add((replica, name))
-        return await replica.call(message, timeout_s=max(self.left_s(), 0.0) + GRACE_S)
+        try:
+            return await replica.call(message, timeout_s=max(self.left_s(), 0.0) + GRACE_S)
+        except DeadlineExceeded as late:
+            if self.left_s() > SPARE_S:  # not the request's deadline, but that of one READ
+                raise TransferError(str(late)) from late
+            raise
 
     def hold(self, replica: Replica, nonce: bytes) -> None:
         """Renew a ticket or reservation until `let_lapse` or `free`."""

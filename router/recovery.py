@@ -80,3 +80,13 @@ class Recovery:
 def is_canary(refused: TransferError) -> bool:
     """Whether the pair computes differently, as against bytes that did not arrive."""
     return isinstance(refused, HandoffRefused) and refused.part.startswith("canary")
+
+
+def spends_seat(refused: TransferError, at: Replica | None) -> bool:
+    """Whether decode's reservation is lost too.
+
+    It is when decode says so, and when a READ was given up: its destination is in quarantine then.
+    """
+    if at is None or at.room != "decode":
+        return False
+    return not isinstance(refused, HandoffRefused) or refused.part == "reservation"
