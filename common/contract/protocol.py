@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 LEASE_S = 30.0  # how long an owner keeps memory readable without hearing from anybody
 RENEW_S = 5.0  # how often whoever wants it says so
@@ -33,6 +34,12 @@ class State(StrEnum):
     FREE = "free"  # memory anybody may take
     GRANTED = "granted"  # slots and pages kept for a request that is still in prefill
     TAKEN = "taken"  # the request came for them
+    WAITING = "waiting"  # the router wants a reservation
+    PREFILLING = "prefilling"  # the router waits for a ticket
+    HANDING = "handing"  # the router waits for decode to accept it
+    STREAMING = "streaming"  # tokens come
+    FINISHED = "finished"  # ended with a finish reason
+    FAILED = "failed"  # ended with an error, or because the client left
 
 
 class Event(StrEnum):
@@ -51,6 +58,13 @@ class Event(StrEnum):
     ABANDON = "abandon"
     GIVE = "give"
     TAKE = "take"
+    GRANT = "grant"
+    TICKET = "ticket"
+    ACCEPT = "accept"
+    AGAIN = "again"  # refused: another pass, on the reservation that stands
+    RESTART = "restart"  # decode died: another pass from the queue
+    FINISH = "finish"
+    QUIT = "quit"
 
 
 ENDED = frozenset({State.RELEASED, State.REFUSED, State.EXPIRED, State.ABORTED})
@@ -63,10 +77,19 @@ ENDINGS: Mapping[str, Event] = {  # outcomes as the wire spells them
 
 Table = Mapping[tuple[State, Event], State]
 
+
+class Objection(Protocol):
+    """The signature of `objection`."""
+
+    def __call__(
+        self, *, ticket_epoch: int, producer_epoch: int, known_epoch: int, is_used: bool
+    ) -> str:
+        """See `objection`."""
+
+
 OWNER: Table = {
     (State.OFFERED, Event.SEAL): State.SEALED,
     (State.OFFERED, Event.RENEW): State.OFFERED,
-    (State.OFFERED, Event.REFUSE): State.REFUSED,
     (State.OFFERED, Event.ABORT): State.ABORTED,
     (State.OFFERED, Event.EXPIRE): State.EXPIRED,
     (State.SEALED, Event.RENEW): State.SEALED,
@@ -104,24 +127,27 @@ RESERVATION: Table = {
     (State.GRANTED, Event.RELEASE): State.RELEASED,
     (State.GRANTED, Event.ABORT): State.ABORTED,
     (State.GRANTED, Event.EXPIRE): State.EXPIRED,
+    (State.TAKEN, Event.REFUSE): State.GRANTED,  # the next pass comes to the same slots and pages
     (State.TAKEN, Event.RELEASE): State.RELEASED,
     (State.TAKEN, Event.ABORT): State.ABORTED,
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
-    """The protocol as data: its tables and its times. Rooms use `RULES`; tests may break a copy."""
-
-    lease_s: float = LEASE_S
-    read_floor_s: float = READ_FLOOR_S
-    owner: Table = field(default_factory=lambda: OWNER)
-    receiver: Table = field(default_factory=lambda: RECEIVER)
-    destination: Table = field(default_factory=lambda: DESTINATION)
-    reservation: Table = field(default_factory=lambda: RESERVATION)
-
-
-RULES = Rules()
+ROUTER: Table = {
+    (State.WAITING, Event.GRANT): State.PREFILLING,
+    (State.WAITING, Event.QUIT): State.FAILED,
+    (State.PREFILLING, Event.TICKET): State.HANDING,
+    (State.PREFILLING, Event.FINISH): State.FINISHED,  # the first token was the last one
+    (State.PREFILLING, Event.AGAIN): State.PREFILLING,
+    (State.PREFILLING, Event.QUIT): State.FAILED,
+    (State.HANDING, Event.ACCEPT): State.STREAMING,
+    (State.HANDING, Event.AGAIN): State.PREFILLING,
+    (State.HANDING, Event.RESTART): State.WAITING,
+    (State.HANDING, Event.QUIT): State.FAILED,
+    (State.STREAMING, Event.FINISH): State.FINISHED,
+    (State.STREAMING, Event.RESTART): State.WAITING,
+    (State.STREAMING, Event.QUIT): State.FAILED,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,19 +171,23 @@ def lease(state: State, now: float, lease_s: float) -> Leased:
 def move(table: Table, record: Leased, event: Event, now: float, lease_s: float) -> Leased | None:
     """Apply an event to a leased record, judged by its owner's clock alone.
 
-    A record whose lease has run out expires, whatever the event was, unless its state has no lease.
+    A state has a lease when its table lets it expire. Then, once the time is over, whatever
+    happens is its expiry; before, nobody's word expires it.
 
     Returns:
-        The changed record, with a full lease after a renewal; None when nothing changes.
+        The changed record, with a full lease after a renewal or on coming under a lease; None when
+        nothing changes.
     """
-    if now >= record.until and (record.state, Event.EXPIRE) in table:
+    leased = (record.state, Event.EXPIRE) in table
+    if leased and now >= record.until:
         event = Event.EXPIRE
     elif event is Event.EXPIRE:
-        return None  # not due: somebody else's clock has no say
+        return None
     state = step(table, record.state, event)
     if state is None:
         return None
-    return Leased(state=state, until=now + lease_s if event is Event.RENEW else record.until)
+    begins = event is Event.RENEW or (not leased and (state, Event.EXPIRE) in table)
+    return Leased(state=state, until=now + lease_s if begins else record.until)
 
 
 def lease_left(asked_at: float, now: float, lease_s: float) -> float:
@@ -169,6 +199,37 @@ def lease_left(asked_at: float, now: float, lease_s: float) -> float:
     return asked_at + lease_s - now
 
 
+def objection(*, ticket_epoch: int, producer_epoch: int, known_epoch: int, is_used: bool) -> str:
+    """Why a receiver must not touch a ticket: the refused part, or "" when it may claim it.
+
+    Args:
+        ticket_epoch: the epoch of the producer that made the ticket.
+        producer_epoch: of the endpoint that came with it.
+        known_epoch: the latest epoch of that producer this receiver has met.
+        is_used: whether this receiver took the ticket's nonce before.
+    """
+    if ticket_epoch != producer_epoch or ticket_epoch < known_epoch:
+        return "epoch"
+    return "nonce" if is_used else ""
+
+
 def may_read(left_s: float, floor_s: float = READ_FLOOR_S) -> bool:
     """Whether a READ may still be posted."""
     return left_s >= floor_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The protocol in one piece. Rooms use `RULES`; a test may break a copy to see it found out."""
+
+    lease_s: float = LEASE_S
+    read_floor_s: float = READ_FLOOR_S
+    owner: Table = field(default_factory=lambda: OWNER)
+    receiver: Table = field(default_factory=lambda: RECEIVER)
+    destination: Table = field(default_factory=lambda: DESTINATION)
+    reservation: Table = field(default_factory=lambda: RESERVATION)
+    router: Table = field(default_factory=lambda: ROUTER)
+    objection: Objection = objection
+
+
+RULES = Rules()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from common.contract.messages import CacheTicket, EmbedTicket, Endpoint
-from common.contract.protocol import RULES, Rules
+from common.contract.protocol import RULES, Event, Rules, State, may_read, step
 from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
 from common.ops.digest import Signature
 from common.transfer.link import Link, Pair, Read
@@ -28,6 +30,19 @@ from common.transfer.verify import (
 
 _NONCES_KEPT_S = 20 * RULES.lease_s  # an owner has long forgotten such a ticket
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
+_OBJECTIONS = {
+    "epoch": "its producer was started anew since it was made",
+    "nonce": "it was taken before",
+}
+
+
+@dataclass(slots=True)
+class _Destination:
+    """Memory that a READ writes into; `state` is one of the protocol's table of destinations."""
+
+    state: State
+    read: Read
+    on_free: Callable[[], None]
 
 
 class Receiver:
@@ -56,8 +71,9 @@ class Receiver:
         self._link, self._bound, self._clock, self._rules = link, quarantine_bound, clock, rules
         self._tamper, self._verifying = tamper, verifying
         self._lock, self._sweeping = threading.Lock(), threading.Lock()
-        self._used: dict[bytes, float] = {}
-        self._quarantine: list[tuple[Read, Callable[[], None]]] = []
+        self._taken: dict[bytes, float] = {}  # nonce -> when, oldest first
+        self._epochs: dict[str, int] = {}  # producer -> the latest epoch met
+        self._quarantine: list[_Destination] = []
 
     def check(
         self,
@@ -71,7 +87,7 @@ class Receiver:
         expected: Mapping[str, Extent],
         lease_left_s: float | None = None,
     ) -> None:
-        """Accept a cache ticket once, or refuse it, before any byte moves.
+        """Take a cache ticket, once, or refuse it, before any byte moves.
 
         Args:
             ticket: as it came.
@@ -84,12 +100,13 @@ class Receiver:
             lease_left_s: what the owner's last renewal leaves; None: the ticket came this moment.
 
         Raises:
-            HandoffRefused: naming the part.
+            HandoffRefused: naming the part. For "nonce" and "epoch" the ticket is not this job's to
+                release; for any other part the owner is told "refused".
         """
-        self._check_origin(
-            ticket, producer, model_print, layout_print, lease_left_s, ticket.offer.lease_s
-        )
-        self._consume(ticket.offer.nonce)
+        check_origin(ticket, producer, model_print=model_print, layout_print=layout_print)
+        offer = ticket.offer
+        self._take(offer.nonce, offer.epoch, producer)
+        self._check_lease(offer.lease_s if lease_left_s is None else lease_left_s)
         check_tokens(ticket, num_tokens=num_tokens, token_hash=token_hash)
         check_spans(spans_of(ticket), producer, expected)
 
@@ -105,10 +122,9 @@ class Receiver:
         lease_left_s: float | None = None,
     ) -> None:
         """The same for embeddings; `images` are (content hash, tokens) in the prompt's order."""
-        self._check_origin(
-            ticket, producer, model_print, layout_print, lease_left_s, ticket.lease_s
-        )
-        self._consume(ticket.nonce)
+        check_origin(ticket, producer, model_print=model_print, layout_print=layout_print)
+        self._take(ticket.nonce, ticket.epoch, producer)
+        self._check_lease(ticket.lease_s if lease_left_s is None else lease_left_s)
         check_images(ticket, producer, images, row_bytes)
 
     def fetch(
@@ -141,16 +157,16 @@ class Receiver:
         except TransferError:
             on_free()
             raise
+        destination = _Destination(self._after(State.HELD, Event.POST), read, on_free)
         pause = _FIRST_PAUSE_S
-        while not self._ended(read, on_free):
+        while not self._ends(destination):
             late = self._clock() >= until
             if late or cancelled():
+                destination.state = self._after(destination.state, Event.ABANDON)
                 with self._lock:
-                    self._quarantine.append((read, on_free))
+                    self._quarantine.append(destination)
                 if late:
-                    raise DeadlineExceeded(
-                        f"a READ from {peer.id} took longer than {deadline_s:.1f} s"
-                    )
+                    raise DeadlineExceeded(f"a READ from {peer.id} took over {deadline_s:.1f} s")
                 raise Cancelled(f"cancelled while reading from {peer.id}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -173,18 +189,16 @@ class Receiver:
     def sweep(self) -> int:
         """Let destinations whose READ ended out of quarantine; returns how many."""
         out = 0
-        with self._sweeping:  # an entry stays counted until its READ ended, and is freed once
+        with self._sweeping:  # a destination stays counted until its READ ended, and is freed once
             with self._lock:
                 waiting = list(self._quarantine)
-            for entry in waiting:
-                try:
-                    ended = self._ended(*entry)
-                except TransferError:
-                    ended = True
-                if ended:
+            for destination in waiting:
+                with suppress(TransferError):  # the request that wanted it is long gone
+                    self._ends(destination)
+                if destination.state is State.FREE:
                     out += 1
                     with self._lock:
-                        self._quarantine.remove(entry)
+                        self._quarantine.remove(destination)
         return out
 
     @property
@@ -198,42 +212,51 @@ class Receiver:
         """Whether the quarantine has reached its bound: only the end of this process frees it."""
         return self.quarantined >= self._bound
 
-    def _ended(self, read: Read, on_free: Callable[[], None]) -> bool:
-        """Poll once; frees the destination when the READ ended, and raises when it failed."""
+    def _ends(self, destination: _Destination) -> bool:
+        """Poll once: whether the READ is done. Its end, good or bad, is noted and told.
+
+        Raises:
+            TransferError: it failed.
+        """
+        failure = None
         try:
-            if not read.poll():
+            if not destination.read.poll():
                 return False
-        except TransferError:
-            read.release()
-            on_free()
-            raise
-        read.release()
-        on_free()
+        except TransferError as error:
+            failure = error
+        event = Event.DONE if failure is None else Event.FAIL
+        destination.state = self._after(destination.state, event)
+        destination.read.release()
+        destination.on_free()
+        if failure is not None:
+            raise failure
         return True
 
-    def _check_origin(
-        self,
-        ticket: EmbedTicket | CacheTicket,
-        producer: Endpoint,
-        model_print: str,
-        layout_print: str,
-        lease_left_s: float | None,
-        lease_s: float,
-    ) -> None:
-        check_origin(
-            ticket,
-            producer,
-            model_print=model_print,
-            layout_print=layout_print,
-            lease_left_s=lease_s if lease_left_s is None else lease_left_s,
-            read_floor_s=self._rules.read_floor_s,
-        )
+    def _after(self, state: State, event: Event) -> State:
+        after = step(self._rules.destination, state, event)
+        assert after is not None, f"a destination that is {state} cannot {event}"
+        return after
 
-    def _consume(self, nonce: bytes) -> None:
+    def _check_lease(self, left_s: float) -> None:
+        floor_s = self._rules.read_floor_s
+        if not may_read(left_s, floor_s):
+            sentence = f"{left_s:.1f} s are left, and a READ is posted with {floor_s:.0f} s or more"
+            raise HandoffRefused("lease", sentence)
+
+    def _take(self, nonce: bytes, epoch: int, producer: Endpoint) -> None:
+        """Use the ticket up, whatever comes of it."""
         now = self._clock()
         with self._lock:
-            while self._used and next(iter(self._used.values())) < now - _NONCES_KEPT_S:
-                del self._used[next(iter(self._used))]
-            if nonce in self._used:
-                raise HandoffRefused("nonce", f"ticket {nonce.hex()} was used before")
-            self._used[nonce] = now
+            while self._taken and next(iter(self._taken.values())) < now - _NONCES_KEPT_S:
+                del self._taken[next(iter(self._taken))]
+            known = max(self._epochs.get(producer.id, producer.epoch), producer.epoch)
+            self._epochs[producer.id] = known
+            part = self._rules.objection(
+                ticket_epoch=epoch,
+                producer_epoch=producer.epoch,
+                known_epoch=known,
+                is_used=nonce in self._taken,
+            )
+            if part:
+                raise HandoffRefused(part, f"ticket {nonce.hex()}: {_OBJECTIONS[part]}")
+            self._taken[nonce] = now

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from common.contract.messages import CacheTicket, EmbedTicket, Endpoint
-from common.contract.protocol import RULES, may_read
 from common.contract.regions import Span
 from common.errors import HandoffRefused, TransferError
 from common.ops.digest import Signature
@@ -36,18 +35,12 @@ class Extent:
 
 
 def check_origin(
-    ticket: EmbedTicket | CacheTicket,
-    producer: Endpoint,
-    *,
-    model_print: str,
-    layout_print: str,
-    lease_left_s: float,
-    read_floor_s: float = RULES.read_floor_s,
+    ticket: EmbedTicket | CacheTicket, producer: Endpoint, *, model_print: str, layout_print: str
 ) -> None:
-    """Refuse a ticket of another model, layout, producer or epoch, or one too old to be read.
+    """Refuse a ticket of another model, layout or producer.
 
     Raises:
-        HandoffRefused: model_print, layout_print, producer, epoch or lease.
+        HandoffRefused: model_print, layout_print or producer.
     """
     head = ticket.offer if isinstance(ticket, CacheTicket) else ticket
     _same("model_print", head.model_print, model_print)
@@ -55,12 +48,6 @@ def check_origin(
     _same("model_print", producer.model_print, model_print)
     _same("layout_print", producer.layout_print, layout_print)
     _same("producer", head.producer, producer.id)
-    _same("epoch", head.epoch, producer.epoch)
-    if not may_read(lease_left_s, read_floor_s):
-        raise HandoffRefused(
-            "lease",
-            f"{lease_left_s:.1f} s are left; a READ is posted with {read_floor_s:.0f} s or more",
-        )
 
 
 def check_tokens(ticket: CacheTicket, *, num_tokens: int, token_hash: bytes) -> None:

@@ -47,7 +47,7 @@ class Consumer:
         self.receiver = Receiver(self.link, quarantine_bound=1)
 
     def give_up(self) -> tuple[int, ...] | None:
-        """Stop the producer in mid-READ until the request gave up; None: the READ was faster."""
+        """Stop the producer in mid-READ until the request gave up; None: it was too late."""
         mine = self.pages.take(WANTED)
         self.pages.share(mine)  # the READ's own hold; `on_free` gives it back
         self.memory[:WANTED] = 0

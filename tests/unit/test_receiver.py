@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 
+from common.contract.protocol import lease_left, may_read
 from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
 from tests.support.wire import TOKENS, HandOff
 
@@ -97,3 +99,18 @@ def test_a_read_that_is_done_beats_a_cancel():
     hand = HandOff()
     hand.fetch(cancelled=lambda: True)
     assert hand.freed == [True] and hand.receiver.quarantined == 0
+
+
+def test_a_ticket_of_an_older_epoch_is_refused_though_its_endpoint_agrees():
+    hand = HandOff()
+    newer = msgspec.structs.replace(hand.source.endpoint, epoch=2)
+    offer = msgspec.structs.replace(hand.ticket.offer, epoch=2, nonce=b"newer")
+    hand.check(ticket=msgspec.structs.replace(hand.ticket, offer=offer), producer=newer)
+    with pytest.raises(HandoffRefused) as refused:
+        hand.check()
+    assert refused.value.part == "epoch"
+
+
+def test_what_a_renewal_leaves_counts_from_when_it_was_asked_for():
+    assert lease_left(asked_at=100.0, now=100.5, lease_s=30.0) == 29.5
+    assert may_read(10.0) and not may_read(9.99)
