@@ -184,6 +184,17 @@ def _moe(t: Table) -> MoeSpec:
     )
 
 
+_VISION_FORMS = (
+    ("norm_type", "rmsnorm"),
+    ("mlp_type", "mlp2"),
+    ("activation_func", "gelu_pytorch_tanh"),
+    ("pos_emb_interpolation_mode", "bilinear"),
+    ("merge_type", "sd2_tpool"),
+    ("mm_projector_type", "patchmergerv2"),
+    ("projector_hidden_act", "gelu"),
+)
+
+
 def _vision(v: Table, hidden: int) -> VisionSpec:
     merge = v.get("merge_kernel_size", list, [2, 2])
     if len(merge) != 2 or merge[0] != merge[1]:
@@ -191,6 +202,8 @@ def _vision(v: Table, hidden: int) -> VisionSpec:
     v.only("text_hidden_size", hidden)
     for key in ("attn_bias", "linear_bias", "patch_embed_proj_bias"):
         v.only(key, False)
+    for key, supported in _VISION_FORMS:
+        v.only(key, supported)
     return VisionSpec(
         patch=v.positive("patch_size"),
         merge=int(merge[0]),

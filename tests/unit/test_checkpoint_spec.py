@@ -100,6 +100,7 @@ def test_fp8_blocks_are_recognised_at_the_top_level() -> None:
         ("text_config.quantization_config.format", "int4", "MXFP4 packed"),
         ("vision_config.text_hidden_size", 4096, "7168"),
         ("vision_config.merge_kernel_size", [2, 1], "two equal"),
+        ("vision_config.mm_projector_type", "patchmerger", "'patchmergerv2'"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused_by_key(path, value, says) -> None:
