@@ -72,11 +72,10 @@ def _all(
     )
     rows, height = len(x), tile or len(x)
     inner = functional.pad(inner, (0, 0, 0, 0, 0, -rows % height))
-    left = inner.unflatten(0, (-1, height)).transpose(1, 2).flatten(0, 1)  # [tiles * E, tile, F]
-    right = stack.w2.transpose(1, 2).repeat(len(left) // len(stack.w2), 1, 1)
-    every = torch.bmm(left, right).unflatten(0, (-1, len(stack.w2)))  # [tiles, E, tile, Z]
-    every = every.transpose(1, 2).flatten(0, 1)[:rows]
-    out.copy_(every.gather(1, ids.unsqueeze(-1).expand(-1, -1, every.shape[-1])))
+    down = stack.w2.transpose(1, 2)
+    every = [torch.bmm(part.transpose(0, 1), down) for part in inner.split(height)]  # [E, tile, Z]
+    flat = torch.cat(every, 1)[:, :rows].transpose(0, 1)
+    out.copy_(flat.gather(1, ids.unsqueeze(-1).expand(-1, -1, flat.shape[-1])))
 
 
 def _some(
