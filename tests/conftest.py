@@ -43,6 +43,7 @@ class Server:
     admin_url: str
     model: str
     pid: int
+    allowed_host: str  # where images may be fetched from; a test may listen there
 
 
 def free_port() -> int:
@@ -57,11 +58,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     Scripted requests are allowed, which changes nothing for others.
     """
-    port, admin = free_port(), free_port()
+    port, admin, images = free_port(), free_port(), f"127.0.0.1:{free_port()}"
     tables = {
         "model": {"path": str(ROOT / "checkpoints/nano")},
         "server": {"port": port, "admin_port": admin, "drain_s": 5.0},
-        "images": {"allowed_hosts": ["127.0.0.1"]},
+        "images": {"allowed_hosts": [images]},
         "router": {"canary_share": 0.1},
         "prefill": {"replicas": 2},
         "decode": {"replicas": 2},
@@ -85,6 +86,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             admin_url=f"http://127.0.0.1:{admin}",
             model="nano-k3",
             pid=process.pid,
+            allowed_host=images,
         )
     finally:
         process.send_signal(signal.SIGINT)

@@ -58,6 +58,8 @@ class Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait(10)
+        if self.popen.stdout is not None:
+            self.popen.stdout.close()
 
 
 def start(module: str, settings: Path, *more: str, env: dict[str, str] | None = None) -> Process:

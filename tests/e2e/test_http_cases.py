@@ -1,0 +1,66 @@
+"""The HTTP cases against a running server; `BATON_CASES` names another file of the same format.
+
+A case is run when its setup can be carried out from the file alone; the others are skipped by name.
+After every case a plain request must answer and nothing may be held in any room.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.support.canary import Canary, ImageHost
+from tests.support.cases import Case, Runner, Server, load
+from tests.support.checks import Run, error_body, find
+
+pytestmark = pytest.mark.skipif(
+    find_spec("services.cli") is None, reason="`baton serve` is not built in this tree"
+)
+CASES = load()
+RUN = [case for case in CASES if case.why_not() is None]
+SLOW = {"O-04b", "O-21c", "O-21d"}  # long scripts and prompts
+UNBUILT = dict.fromkeys(("O-19a", "O-19c", "O-19d", "O-19e"), "answers are not constrained yet")
+SENTENCES = sorted({sentence for case in RUN for sentence in case.expect["checks"]})
+
+
+@pytest.fixture(scope="module")
+def runner(server: Server):
+    runner = Runner(server)
+    yield runner
+    runner.close()
+
+
+def marked(case: Case):
+    marks = [pytest.mark.slow] if case.id in SLOW else []
+    if reason := UNBUILT.get(case.id):
+        marks.append(pytest.mark.xfail(reason=reason, strict=False))
+    return pytest.param(case, id=case.id, marks=marks)
+
+
+@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+def test_a_case_is_answered_as_it_says(case: Case, runner: Runner) -> None:
+    if reason := case.why_not():
+        pytest.skip(f"{case.id}: {reason}")
+    needs_host = "{{allowed_host}}" in str(case.request)
+    if needs_host and not hasattr(runner.server, "allowed_host"):
+        pytest.skip(f"{case.id}: the server allows no host for images")
+    if case.script is not None and len(case.script) + 200 > runner.context:
+        pytest.skip(f"{case.id}: longer than the context; tests/unit/test_tools.py reads it")
+    with Canary() as canary, ImageHost(runner.server if needs_host else None, canary):
+        runner.canary_port = canary.port
+        answer = runner.ask(case)
+        assert answer.status in case.statuses, answer.text[:500]
+        run = Run(runner, case, answer)
+        error_body(run)
+        for function in filter(None, map(find, case.expect["checks"])):
+            function(run)
+        assert canary.connections == 0
+    assert runner.say().status == 200
+    runner.until_empty()
+
+
+@pytest.mark.parametrize("sentence", [s for s in SENTENCES if find(s) is None])
+def test_a_sentence_is_written_as_code(sentence: str) -> None:
+    cases = [case.id for case in RUN if sentence in case.expect["checks"]]
+    pytest.skip(f"{', '.join(cases)}: not run: {sentence}")
