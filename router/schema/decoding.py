@@ -15,6 +15,15 @@ from common.errors import InvalidRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 
+# Words of fields that allow only some.
+CHOICES = {
+    re.compile(r"messages\[\d+\]\.role$"): "system, developer, user, assistant or tool",
+    re.compile(r"\.content\[\d+\]\.type$"): "text, or image_url where images may stand",
+    re.compile(r"^response_format\.type$"): "text, json_object or json_schema",
+    re.compile(r"^thinking\.type$"): "enabled or disabled",
+    re.compile(r"(tools|tool_calls)\[\d+\]\.type$"): "function",
+}
+
 LONGEST_VALUE = 60  # characters of an offending value repeated in a message
 
 _PATH = re.compile(r"(.*?) - at `(?:key in )?\$(.*)`$", re.DOTALL)
@@ -94,9 +103,9 @@ def _refusal(raw: dict[str, Any], kind: type[msgspec.Struct], text: str) -> Inva
     if bounds := _bounds(kind, param):
         return InvalidRequest(f"`{param}`{given}; it must be {bounds}", param=param)
     if choice := _CHOICE.match(what):
-        return InvalidRequest(
-            f"`{param}` is {_show(choice[1])}, which is not known", param=param or None
-        )
+        known = next((words for end, words in CHOICES.items() if end.search(param)), "")
+        rule = f"it must be {known}" if known else "which is not known"
+        return InvalidRequest(f"`{param}` is {_show(choice[1])}; {rule}", param=param or None)
     rule = what.replace("Expected ", "it must be ").replace(", got ", ", not ")
     return InvalidRequest(f"`{param}`{given}; {rule}" if param else rule, param=param or None)
 
