@@ -7,9 +7,11 @@ ServingError
 ├── InvalidRequest        400   the caller must change the request
 │   ├── ContextLengthExceeded
 │   └── ImageRejected
+├── Unauthorized          401   no API key, or an unknown one
 ├── NotFound              404
 ├── BodyTooLarge          413
 ├── CapacityError         429   no room now; the same request may succeed later
+├── RateLimited           429   this key has used its share
 ├── NotReady              503   no pair of rooms has passed its probe
 ├── RoomLost              503   a replica died, or stopped answering
 ├── TransferError         503   bytes could not be moved
@@ -73,6 +75,12 @@ class ImageRejected(InvalidRequest):
     code = "invalid_image"
 
 
+class Unauthorized(ServingError):
+    """The request carries no API key, or one that is not known here."""
+
+    code, status = "invalid_api_key", 401
+
+
 class NotFound(ServingError):
     """An unknown path or model."""
 
@@ -94,6 +102,17 @@ class CapacityError(ServingError):
     """No room now; the same request may succeed later."""
 
     code, status, retryable = "at_capacity", 429, True
+
+
+class RateLimited(ServingError):
+    """The request's API key has used its share; `retry_after_s` says when to come back."""
+
+    code, status, retryable = "rate_limit_exceeded", 429, True
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        """Keep the time beside the sentence."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class NotReady(ServingError):

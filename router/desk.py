@@ -7,11 +7,12 @@ format through `router/prompt` and the rooms not at all.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -19,6 +20,7 @@ from common.config.image_grid import load_image_rules
 from common.config.settings import Settings
 from common.config.spec import ModelSpec
 from common.contract.messages import ImageRef, Sampling
+from router.bodies import Origin
 from router.images import FetchedImage, fetch_images
 from router.jobs import Task
 from router.prompt.scripting import script_ids
@@ -35,8 +37,6 @@ from router.schema import (
 )
 
 LARGE_BODY = 64 << 10  # bytes; a larger one is read in a thread, so that streams go on meanwhile
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +88,8 @@ class Desk:
             return await asyncio.to_thread(parse_chat, body, self.limits)
         return parse_chat(body, self.limits)
 
-    async def order_chat(self, request: ChatRequest, *, name: str, trace: str) -> ChatOrder:
-        """Fetch the request's images and render its prompt. `name` is unique in this deployment.
+    async def order_chat(self, request: ChatRequest, origin: Origin) -> ChatOrder:
+        """Fetch the request's images and render its prompt.
 
         Raises:
             InvalidRequest: an image is refused, or the prompt does not fit.
@@ -104,10 +104,9 @@ class Desk:
             script = script_ids(self.tokenizer, request.script)
             sampling = msgspec.structs.replace(sampling, script=script)
         task = self._task(
-            name=name,
+            origin,
             token_ids=prompt.token_ids,
             sampling=sampling,
-            trace=trace,
             images=tuple((image.ref, image.payload) for image in images),
             image_offsets=prompt.image_offsets,
         )
@@ -124,10 +123,8 @@ class Desk:
             return await asyncio.to_thread(parse_completion, body, self.limits)
         return parse_completion(body, self.limits)
 
-    async def order_text(
-        self, request: CompletionRequest, *, name: str, trace: str
-    ) -> tuple[Task, ...]:
-        """One task a prompt, named after `name`.
+    async def order_text(self, request: CompletionRequest, origin: Origin) -> tuple[Task, ...]:
+        """One task a prompt.
 
         Raises:
             ContextLengthExceeded: a prompt does not fit.
@@ -139,9 +136,8 @@ class Desk:
             if request.script is not None:
                 script = script_ids(self.tokenizer, request.script)
                 sampling = msgspec.structs.replace(sampling, script=script)
-            tasks.append(
-                self._task(name=f"{name}-{index}", token_ids=ids, sampling=sampling, trace=trace)
-            )
+            one = dataclasses.replace(origin, name=f"{origin.name}-{index}")
+            tasks.append(self._task(one, token_ids=ids, sampling=sampling))
         return tuple(tasks)
 
     def _encode(self, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -149,24 +145,24 @@ class Desk:
 
     def _task(
         self,
+        origin: Origin,
         *,
-        name: str,
         token_ids: tuple[int, ...],
         sampling: Sampling,
-        trace: str,
         images: tuple[tuple[ImageRef, bytes], ...] = (),
         image_offsets: tuple[int, ...] = (),
     ) -> Task:
         timeout_s = self.settings.server.request_timeout_s
         return Task(
-            request=name,
+            request=origin.name,
             token_ids=token_ids,
             sampling=sampling,
             deadline=asyncio.get_running_loop().time() + timeout_s,
             images=images,
             image_offsets=image_offsets,
+            salt=_salt(origin.tenant),
             canary=random.random() < self.settings.router.canary_share,
-            trace=trace,
+            trace=origin.trace,
         )
 
     def _render(self, request: ChatRequest, images: list[FetchedImage]) -> Prompt:
@@ -180,3 +176,8 @@ class Desk:
             response_format=request.response_format,
             images=[image.ref for image in images],
         )
+
+
+def _salt(tenant: str) -> bytes:
+    """Keeps one tenant's cached prefixes out of another's reach."""
+    return hashlib.blake2b(tenant.encode(), digest_size=16).digest() if tenant else b""

@@ -1,68 +1,111 @@
-"""Around every public request: its id, limits on headers, and the count of answers.
+"""Around every public request: its id, its key, limits on headers, and the count of answers.
 
 A client's `X-Request-Id` is repeated in the reply and written to the logs when it is short and
 plain. The rooms know a request by an id of this router's own: two clients may choose the same one.
+Nothing is said of other origins: browsers on other sites are kept out unless a proxy lets them in.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from common.config.settings import ServerSettings
-from common.observe.logs import request_id
+from common.errors import RateLimited, ServingError, Unauthorized
+from common.observe.logs import client_id, request_id
 from common.observe.metrics import Tally
-from router.faults import fault
+from router.access import Access, key_of
+from router.bodies import TENANT
+from router.faults import Fault, describe, fault
 from router.schema.replies import encode
 
-PLAIN_ID = re.compile(rb"[A-Za-z0-9_.:\-]{1,128}")
+PLAIN_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+OPEN_PATHS = ("/health", "/ready")  # asked by whoever watches the process, without a key
 
 _log = logging.getLogger("baton.door")
 
-Scope = MutableMapping[str, Any]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Any, Send], Awaitable[None]]
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Any, Send], Awaitable[None]]
 
 
 class Door:
     """An ASGI app around the public app."""
 
-    def __init__(self, app: App, settings: ServerSettings, tally: Tally) -> None:
-        """`settings` gives the limits."""
-        self._app, self._settings, self._tally = app, settings, tally
+    def __init__(self, app: App, settings: ServerSettings, access: Access, tally: Tally) -> None:
+        """`settings` gives the limits, `access` knows the keys."""
+        self._app, self._settings = app, settings
+        self._access, self._tally = access, tally
 
-    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             return
-        own = f"req-{secrets.token_hex(12)}"
-        said = dict(scope["headers"]).get(b"x-request-id", b"")
-        echoed = said if PLAIN_ID.fullmatch(said) else own.encode()
-        token = request_id.set(own)
-
-        async def answer(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), (b"x-request-id", echoed)]
-                self._tally.add("baton_http_responses_total", status=str(message["status"]))
-            await send(message)
-
+        headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        said = headers.get(b"x-request-id", "")
+        own, plain = f"req-{secrets.token_hex(12)}", PLAIN_ID.fullmatch(said)
+        request_id.set(own)  # each request runs in a context of its own
+        client_id.set(said if plain else "")
+        answer = _Answer(send, said if plain else own, self._tally)
         try:
-            size = sum(len(name) + len(value) for name, value in scope["headers"])
-            if size > self._settings.header_limit_bytes:
-                await self._refuse(answer, size)
-            else:
+            self._measure(scope)
+            if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
-        finally:
-            request_id.reset(token)
+                return
+            key = key_of(headers.get(b"authorization", ""), headers.get(b"x-api-key", ""))
+            with self._access.admit(key) as tenant:
+                scope[TENANT] = tenant
+                await self._app(scope, receive, answer)
+        except _HeadersTooLong as error:
+            await answer.refuse(fault(431, str(error), code="headers_too_large"))
+        except ServingError as error:
+            await answer.refuse(describe(error), _headers(error))
+        except Exception as error:  # the one place that tells of what nobody foresaw
+            _log.exception("a request met a fault of the router")
+            await answer.refuse(describe(error))
 
-    async def _refuse(self, answer: Send, size: int) -> None:
+    def _measure(self, scope: Message) -> None:
         limit = self._settings.header_limit_bytes
-        told = fault(
-            431, f"the headers have {size} bytes; at most {limit} are accepted", code="headers"
-        )
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await answer({"type": "http.response.start", "status": 431, "headers": headers})
-        await answer({"type": "http.response.body", "body": encode(told.body)})
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        if size > limit:
+            raise _HeadersTooLong(f"the headers have {size} bytes; at most {limit} are accepted")
+
+
+class _HeadersTooLong(Exception):
+    pass
+
+
+class _Answer:
+    """`send`, with the request's id on the reply and a count."""
+
+    def __init__(self, send: Send, echoed: str, tally: Tally) -> None:
+        self._send, self._echoed, self._tally = send, echoed.encode("latin-1"), tally
+        self._has_begun = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._has_begun = True
+            message["headers"] = [*message.get("headers", []), (b"x-request-id", self._echoed)]
+            self._tally.add("baton_http_responses_total", status=str(message["status"]))
+        await self._send(message)
+
+    async def refuse(self, told: Fault, extra: dict[str, str] | None = None) -> None:
+        """Answer with an error, unless an answer has begun."""
+        if self._has_begun:
+            return
+        body = encode(told.body)
+        headers = {"content-type": "application/json", "content-length": str(len(body))}
+        headers |= told.headers | (extra or {})
+        raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]
+        await self({"type": "http.response.start", "status": told.status, "headers": raw})
+        await self({"type": "http.response.body", "body": body})
+
+
+def _headers(error: ServingError) -> dict[str, str]:
+    if isinstance(error, RateLimited):
+        return {"Retry-After": str(max(1, math.ceil(error.retry_after_s)))}
+    return {"WWW-Authenticate": "Bearer"} if isinstance(error, Unauthorized) else {}

@@ -12,8 +12,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.errors import ServingError
-from common.observe.logs import request_id
-from router.bodies import read_body
+from router.access import Access
+from router.bodies import origin_of, read_body
 from router.desk import ChatOrder, Desk
 from router.door import Door
 from router.faults import describe, fault
@@ -44,11 +44,11 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
         exception_handlers={
             HTTPException: _unrouted,
             ServingError: _refused,
-            Exception: _refused,
+            Exception: _refused,  # then it is raised again, for the door to log
         },
     )
     app.router.redirect_slashes = False
-    return Door(app, desk.settings.server, house.tally)
+    return Door(app, desk.settings.server, Access(desk.settings.access), house.tally)
 
 
 class _Pages:
@@ -84,9 +84,8 @@ class _Pages:
         body = await read_body(request, self._desk.settings.server.body_limit_bytes)
         asked = await self._desk.read_chat(body)
         self._demand_ready()
-        order = await self._desk.order_chat(
-            asked, name=request_id.get(), trace=request.headers.get("traceparent", "")
-        )
+        origin = origin_of(request)
+        order = await while_connected(request.receive, self._desk.order_chat(asked, origin))
         headers = {"X-Baton-Ignored": ignored_header(asked.ignored)} if asked.ignored else {}
         journey = Journey(order.task, self._house)
         if asked.stream:

@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from common.contract.messages import TokenItem
 from common.errors import ServingError
-from common.observe.logs import request_id
-from router.bodies import read_body
+from router.bodies import origin_of, read_body
 from router.desk import Desk
 from router.faults import describe
 from router.house import House
@@ -43,9 +42,7 @@ class TextPages:
         body = await read_body(request, self._desk.settings.server.body_limit_bytes)
         asked = await self._desk.read_text(body)
         self._readiness.demand()
-        tasks = await self._desk.order_text(
-            asked, name=request_id.get(), trace=request.headers.get("traceparent", "")
-        )
+        tasks = await self._desk.order_text(asked, origin_of(request))
         headers = {"X-Baton-Ignored": ignored_header(asked.ignored)} if asked.ignored else {}
         journeys = [Journey(task, self._house) for task in tasks]
         answer = self._answer(asked, tasks)

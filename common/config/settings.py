@@ -57,6 +57,24 @@ class ServerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AccessSettings:
+    """The [access] table: API keys. Without keys everyone may ask."""
+
+    keys: tuple[str, ...] = ()  # "name:hash", the hash being SHA-256 of the key in hex
+    requests_per_minute: int = 0  # of one key; 0: no limit
+    concurrent: int = 0  # requests of one key at once; 0: no limit
+
+    def __post_init__(self) -> None:
+        for entry in self.keys:
+            name, _, digest = entry.partition(":")
+            if not name or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
+                raise ConfigError(
+                    f"access.keys holds {name!r}, which is not `name:hash`; the hash is what "
+                    "`printf %s KEY | sha256sum` prints"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSettings:
     """The [images] table: what the router accepts."""
 
@@ -164,6 +182,7 @@ class Settings:
 
     model: ModelSettings = field(default_factory=ModelSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)
     images: ImageSettings = field(default_factory=ImageSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)

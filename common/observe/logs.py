@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+client_id: contextvars.ContextVar[str] = contextvars.ContextVar("client_id", default="")
 WORD_LIMIT = 200  # characters of one value; a longer one is cut
 
 _EXTRA = "baton_fields"
@@ -38,6 +39,8 @@ class JsonLines(logging.Formatter):
         }
         if request := request_id.get():
             line["request"] = request
+        if client := client_id.get():  # what the client calls it
+            line["client_request"] = client
         line |= getattr(record, _EXTRA, {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

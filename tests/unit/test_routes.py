@@ -6,6 +6,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -334,6 +335,61 @@ async def test_a_request_id_is_repeated_when_it_is_plain_and_never_reaches_a_roo
         odd = await here.http.get("/health", headers={"X-Request-Id": "a b"})
         assert odd.headers["x-request-id"].startswith("req-")
         assert "same-id" not in here.world["p1"].last(m.PrefillJob).request
+
+
+async def test_with_keys_in_the_settings_only_their_owners_may_ask():
+    settings = dataclasses.replace(
+        SETTINGS,
+        access=cs.AccessSettings(
+            keys=(f"ann:{hashlib.sha256(b'k-ann').hexdigest()}",), requests_per_minute=2
+        ),
+    )
+    async with site(settings) as here:
+        nobody = await here.chat()
+        assert nobody.status_code == 401
+        assert nobody.headers["www-authenticate"] == "Bearer"
+        assert (await here.http.get("/v1/models")).status_code == 401
+        assert (await here.http.get("/ready")).status_code == 200
+        here.http.headers["Authorization"] = "Bearer k-ann"
+        for _ in range(2):
+            assert (await here.chat()).status_code == 200
+        jobs = [x for x in here.world["p1"].seen if isinstance(x, m.PrefillJob)]
+        assert {len(x.salt) for x in jobs if not x.probe} == {16}
+        late = await here.chat()
+        assert late.status_code == 429
+        assert 1 <= int(late.headers["Retry-After"]) <= 30
+        assert "k-ann" not in late.text
+
+
+async def test_nothing_is_said_of_other_origins():
+    async with site() as here:
+        reply = await here.http.get("/v1/models", headers={"Origin": "https://elsewhere.example"})
+        assert not [name for name in reply.headers if name.startswith("access-control")]
+        asked = await here.http.options("/v1/chat/completions", headers={"Origin": "https://x.y"})
+        assert asked.status_code == 405
+
+
+async def test_a_fault_of_the_router_itself_is_a_plain_500(monkeypatch):
+    async with site() as here:
+
+        async def broken(*_):
+            raise RuntimeError("secret particulars")
+
+        monkeypatch.setattr(here.router.desk, "order_chat", broken)
+        reply = await here.chat()
+        assert reply.status_code == 500
+        assert reply.json()["error"]["code"] == "internal_error"
+        assert "secret" not in reply.text and "RuntimeError" not in reply.text
+
+
+async def test_only_a_well_formed_trace_is_passed_on():
+    trace = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
+    async with site() as here:
+        for sent, passed in ((trace, trace), ("anything else", "")):
+            here.http.headers["traceparent"] = sent
+            await here.chat()
+            jobs = [x for x in here.world["p1"].seen if isinstance(x, m.PrefillJob)]
+            assert [x.trace for x in jobs if not x.probe][-1] == passed
 
 
 async def test_headers_over_the_limit_are_refused():
