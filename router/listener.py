@@ -12,6 +12,7 @@ import uvicorn
 from common.errors import ConfigError
 
 BACKLOG = 2048
+IDLE_S = 75  # a connection between two requests; clients' pools keep theirs for less
 
 
 class HttpListener:
@@ -27,6 +28,7 @@ class HttpListener:
             lifespan="off",
             server_header=False,
             date_header=False,
+            timeout_keep_alive=IDLE_S,
             timeout_graceful_shutdown=max(1, round(drain_s)),
         )
         self._server = uvicorn.Server(config)
