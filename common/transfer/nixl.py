@@ -23,6 +23,9 @@ from common.contract.regions import PoolInfo
 from common.errors import TransferError
 from common.transfer.link import Pair, Read, pool_of
 
+PROGRESS_US = 1000  # pause of an agent's progress thread between two rounds
+_STARTING = threading.Lock()
+
 
 class NixlLink:
     """One NIXL agent with its UCX backend."""
@@ -51,7 +54,8 @@ class NixlLink:
             config = api.nixl_agent_config(
                 backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             )
-            self._nixl: Any = api.nixl_agent(agent, config)
+            with _calm_progress(api):
+                self._nixl: Any = api.nixl_agent(agent, config)
 
     def metadata(self) -> bytes:
         """The agent's NIXL metadata with all pools registered so far."""
@@ -220,6 +224,28 @@ def _load() -> ModuleType:
         except ImportError as error:
             reasons.append(str(error))
     raise TransferError(f"NIXL cannot be imported ({'; '.join(reasons)}); install nixl-cu13==1.5.1")
+
+
+@contextmanager
+def _calm_progress(api: ModuleType) -> Iterator[None]:
+    """Let the progress thread of the agent made inside sleep between its rounds.
+
+    NIXL's Python class sets the pause to 0 and offers no argument: the thread then takes 0.8 of a
+    core for ever, in every room. With 1 ms it takes 0.02; 64 MB over tcp 79 ms instead of 72, and
+    copies on one host the same (measured on 2 cores).
+    """
+    bindings, make = api.nixlBind, api.nixlBind.nixlAgent
+
+    def calm(name: str, config: Any) -> Any:
+        config.pthrDelay = PROGRESS_US
+        return make(name, config)
+
+    with _STARTING:
+        bindings.nixlAgent = calm
+        try:
+            yield
+        finally:
+            bindings.nixlAgent = make
 
 
 @contextmanager
