@@ -14,7 +14,9 @@ def pairwise(
 ) -> list[Row]:
     """Greedy cover: of all allowed rows, always the one with the most pairs still missing."""
     names = list(factors)
-    rows = [dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())]
+    rows = [
+        dict(zip(names, values, strict=True)) for values in itertools.product(*factors.values())
+    ]
     pairs = {id(row): pairs_of(row) for row in rows if allowed(row)}
     rows = [row for row in rows if id(row) in pairs]
     missing = set().union(*pairs.values())

@@ -25,7 +25,7 @@ def test_no_state_of_two_requests_breaks_a_promise_and_every_row_is_taken(capsys
     states = {*worlds, *stormy.walk(moments, limit=22_000)}
     rows = calm.rows + stormy.rows
     with capsys.disabled():
-        print(f"\nprotocol: {len(states)} distinct states, {len(rows)} rows of the tables taken")  # noqa: T201
+        print(f"\nprotocol: {len(states)} distinct states, {len(rows)} rows of the tables taken")
     assert len(states) >= 50_000
     assert {(table, *row) for table in TABLES for row in getattr(RULES, table)} == set(rows)
 

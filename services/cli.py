@@ -1,0 +1,217 @@
+"""The `baton` command: serve, check, slice, chat."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from common.config.loading import load_settings
+from common.config.settings import Settings
+from common.errors import ConfigError, ServingError
+
+READY_S = 120.0  # patience for the first probe after a start
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one subcommand; returns the process's exit status."""
+    parser = argparse.ArgumentParser(prog="baton", description="Serve Kimi K3 as a relay.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    serve = commands.add_parser("serve", help="start router and rooms on this machine")
+    serve.add_argument("settings", type=Path, help="deployment file")
+    check = commands.add_parser("check", help="compare a checkpoint with what the model needs")
+    check.add_argument("directory", type=Path)
+    for room in ("prefill", "decode"):
+        check.add_argument(
+            f"--{room}",
+            metavar="TPxEP",
+            default="1x1",
+            help=f"ranks of a {room} replica, tensor x expert, e.g. 8x16",
+        )
+    cut = commands.add_parser("slice", help="write a random checkpoint with the release's widths")
+    cut.add_argument("out", type=Path)
+    cut.add_argument("--layers", default="0-3", help="first-last, counted from 0")
+    cut.add_argument("--experts", type=int, help="routed experts a layer; default: all")
+    chat = commands.add_parser("chat", help="talk to a running server")
+    chat.add_argument("--url", default="http://127.0.0.1:8000")
+    chat.add_argument("--model", default="", help="default: the first that /v1/models lists")
+    chat.add_argument("--image", type=Path, help="a picture to show with the first message")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "serve":
+            return run_server(load_settings(args.settings))
+        if args.command == "check":
+            return run_check(args.directory, args.prefill, args.decode)
+        if args.command == "slice":
+            return run_slice(args.out, args.layers, args.experts)
+        return run_chat(args.url, args.model, args.image)
+    except (ServingError, httpx.HTTPError) as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 1
+
+
+def run_server(settings: Settings) -> int:
+    """Start a local Ray with the application, say when it is ready, and stop both on a signal."""
+    for host, port in (
+        (settings.server.host, settings.server.port),
+        (settings.server.admin_host, settings.server.admin_port),
+    ):
+        _refuse_taken(host, port)
+    stopping = threading.Event()
+    _stop_on_signals(stopping)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    import ray
+    from ray import serve
+
+    from services.app import compose
+
+    started = time.monotonic()
+    ray.init(
+        address="local",
+        num_cpus=max(8, os.cpu_count() or 1),  # rooms ask for shares, not for cores of their own
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    _stop_on_signals(stopping)  # Ray put its own handlers in place
+    try:
+        serve.start(proxy_location="Disabled")
+        serve.run(compose(settings), name="baton", route_prefix=None)
+        url = f"http://{settings.server.host}:{settings.server.port}"
+        if _wait_ready(url, stopping):
+            seconds = time.monotonic() - started
+            print(f"Baton serves {settings.model.name} at {url} (ready after {seconds:.0f} s)")
+            sys.stdout.flush()
+            stopping.wait()
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+    return 0
+
+
+def run_check(directory: Path, prefill: str, decode: str) -> int:
+    """Read a checkpoint's configuration and headers; refuse what is missing or left over."""
+    from common.weights.check import check
+    from common.weights.shares import Ranks
+
+    ranks = [Ranks(tensor=t, expert=e) for t, e in (_pair(prefill, "x"), _pair(decode, "x"))]
+    for line in check(directory, prefill=ranks[0], decode=ranks[1]).lines():
+        print(line)
+    return 0
+
+
+def run_slice(out: Path, layers: str, experts: int | None) -> int:
+    """Write some layers at true width, with random values."""
+    from common.weights.slice import write_slice
+
+    first, last = _pair(layers, "-")
+    for name in write_slice(out, first=first, last=last, experts=experts):
+        print(out / name)
+    return 0
+
+
+def _pair(text: str, between: str) -> tuple[int, int]:
+    left, _, right = text.partition(between)
+    if not (left.isdecimal() and right.isdecimal()):
+        raise ConfigError(f"{text!r} is not two numbers with {between!r} between them")
+    return int(left), int(right)
+
+
+def run_chat(url: str, model: str, image: Path | None) -> int:
+    """A conversation in the terminal; an empty line or end of input ends it."""
+    with httpx.Client(base_url=url, timeout=600) as client:
+        if not model:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        messages: list[dict[str, object]] = []
+        while text := _ask():
+            content: object = text
+            if image is not None:
+                content = [
+                    {"type": "image_url", "image_url": {"url": _data_uri(image)}},
+                    {"type": "text", "text": text},
+                ]
+                image = None
+            messages.append({"role": "user", "content": content})
+            answer = _stream(client, {"model": model, "messages": messages, "stream": True})
+            messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _stop_on_signals(stopping: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+
+
+def _ask() -> str:
+    try:
+        return input("> ").strip()
+    except EOFError:
+        return ""
+
+
+def _data_uri(path: Path) -> str:
+    import base64
+    import mimetypes
+
+    kind = mimetypes.guess_type(path.name)[0] or "image/png"
+    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def _stream(client: httpx.Client, body: dict[str, object]) -> str:
+    answer = ""
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            response.read()
+            raise ServingError(response.json()["error"]["message"])
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise ServingError(event["error"]["message"])
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") or ""
+                answer += piece
+                print(piece, end="", flush=True)
+    print()
+    return answer
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; set PORT or ADMIN_PORT"
+            ) from error
+
+
+def _wait_ready(url: str, stopping: threading.Event) -> bool:
+    """Wait for `/ready`; False when told to stop meanwhile."""
+    until = time.monotonic() + READY_S
+    while time.monotonic() < until and not stopping.is_set():
+        try:
+            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
+                return True
+        except httpx.HTTPError:
+            pass
+        stopping.wait(0.1)
+    if stopping.is_set():
+        return False
+    raise ServingError(f"{url} was not ready within {READY_S:g} s; see Ray's logs of the replicas")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
