@@ -77,8 +77,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("Baton serves"), f"the server did not start: {line!r}"
         yield Server(
@@ -91,3 +91,4 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(60)
+        process.stdout.close()

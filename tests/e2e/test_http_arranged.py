@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import httpx
 import pytest
 
 from tests.support.cases import Answer, Runner, Server
-
-pytestmark = pytest.mark.skipif(
-    find_spec("services.cli") is None, reason="`baton serve` is not built in this tree"
-)
 
 
 @pytest.fixture(scope="module")

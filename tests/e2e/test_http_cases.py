@@ -6,17 +6,12 @@ After every case a plain request must answer and nothing may be held in any room
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 
 from tests.support.canary import Canary, ImageHost
 from tests.support.cases import Case, Runner, Server, load
 from tests.support.checks import Run, error_body, find
 
-pytestmark = pytest.mark.skipif(
-    find_spec("services.cli") is None, reason="`baton serve` is not built in this tree"
-)
 CASES = load()
 RUN = [case for case in CASES if case.why_not() is None]
 SLOW = {"O-04b", "O-21c", "O-21d"}  # long scripts and prompts

@@ -16,7 +16,7 @@ import pytest
 from openai import OpenAI
 
 from tests.support.processes import ROOT, eventually
-from tests.support.scenes import data_uri
+from tests.support.scenes import as_sent
 
 EVAL = Path(os.environ.get("BATON_NANO_EVAL", ROOT / "tests/data/nano_eval.jsonl"))
 CASES = [json.loads(line) for line in EVAL.read_text().splitlines()]
@@ -24,24 +24,11 @@ SURE = 0.1  # a correct answer whose least lead is above this must come
 AT_ONCE = 8
 
 
-def public(message: dict[str, Any]) -> dict[str, Any]:
-    """A case's message with its picture recipes drawn."""
-    if not isinstance(message["content"], list):
-        return message
-    parts = [
-        {"type": "image_url", "image_url": {"url": data_uri(part["recipe"])}}
-        if part["type"] == "image"
-        else part
-        for part in message["content"]
-    ]
-    return message | {"content": parts}
-
-
 def ask(client: OpenAI, model: str, case: dict[str, Any], *, stream: bool) -> dict[str, Any]:
     """Content and tool calls of the greedy answer."""
     options: dict[str, Any] = {
         "model": model,
-        "messages": [public(message) for message in case["messages"]],
+        "messages": as_sent(case["messages"]),
         "temperature": 0,
         "max_tokens": 160,
         "reasoning_effort": case["effort"] if case["thinking"] else "none",

@@ -58,6 +58,8 @@ class Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait(10)
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
         if self.popen.stdout is not None:
             self.popen.stdout.close()
 
