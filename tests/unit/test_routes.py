@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import socket
 from pathlib import Path
 
 import httpx
@@ -468,3 +469,11 @@ async def test_stopping_lets_a_running_stream_end():
         gate.set()
         assert (await sending).text.endswith("data: [DONE]\n\n")
         await stopping
+
+
+async def test_small_replies_leave_at_once():
+    async with site(ready=False, decode=1) as here:
+        for listener in (here.router.public, here.router.admin):
+            (server,) = listener._server.servers
+            # asyncio turns TCP_NODELAY on for connections of sockets that name their protocol
+            assert {s.proto for s in server.sockets} == {socket.IPPROTO_TCP}
