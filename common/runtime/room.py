@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from common.contract.messages import AnyMessage, Done, Endpoint, Message, Release, Renew
 from common.contract.regions import PoolInfo
-from common.errors import InvalidRequest, ServingError
+from common.errors import InvalidRequest, RoomLost, ServingError
 from common.runtime.identity import Identity
 from common.transfer.link import Link
 from common.wire import Listening, Wire, dial
@@ -147,9 +147,14 @@ class Peers:
         self._dialling: dict[tuple[str, int], asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def renew(self, owner: Endpoint, nonces: tuple[bytes, ...]) -> None:
-        """Tell the owner that these leases are wanted; a lost message is the lease's business."""
-        self._send(owner, Renew(nonces=nonces))
+    async def claim(self, owner: Endpoint, nonce: bytes) -> None:
+        """Renew a ticket and wait for the answer.
+
+        Raises:
+            HandoffRefused: part "lease": the owner holds it no more.
+            RoomLost: the owner does not answer.
+        """
+        await self._call(owner, Renew(nonces=(nonce,)))
 
     def release(self, owner: Endpoint, nonce: bytes, outcome: str) -> None:
         """Tell the owner that a ticket is done with; if this is lost, its lease runs out."""
@@ -169,19 +174,22 @@ class Peers:
         task.add_done_callback(self._tasks.discard)
 
     async def _deliver(self, owner: Endpoint, message: Message) -> None:
-        key = (owner.id, owner.epoch)
         try:
-            async with self._dialling.setdefault(key, asyncio.Lock()):
-                wire = self._wires.get(key)
-                if wire is None or wire.closed.is_set():
-                    wire, found = await dial(
-                        owner.host, owner.port, secret=self._secret, caller=self._caller
-                    )
-                    if (found.id, found.epoch) != key:  # another replica took the port
-                        wire.close()
-                        return
-                    self._wires[key] = wire
-            reply = await wire.call(message, timeout_s=SMALL_S)
-            assert isinstance(reply, Done)
+            await self._call(owner, message)
         except ServingError as error:
             log.warning("%s to %s failed: %s", type(message).__name__, owner.id, error)
+
+    async def _call(self, owner: Endpoint, message: Message) -> None:
+        key = (owner.id, owner.epoch)
+        async with self._dialling.setdefault(key, asyncio.Lock()):
+            wire = self._wires.get(key)
+            if wire is None or wire.closed.is_set():
+                wire, found = await dial(
+                    owner.host, owner.port, secret=self._secret, caller=self._caller
+                )
+                if (found.id, found.epoch) != key:
+                    wire.close()
+                    raise RoomLost(f"another replica listens where {owner.id} did")
+                self._wires[key] = wire
+        reply = await wire.call(message, timeout_s=SMALL_S)
+        assert isinstance(reply, Done)

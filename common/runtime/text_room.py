@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from common.config.settings import Settings
-from common.contract.messages import Endpoint
+from common.contract.messages import EmbedTicket, Endpoint, Offer
+from common.contract.protocol import lease_left
 from common.contract.regions import PoolInfo
+from common.errors import Cancelled
 from common.observe.metrics import Tally
 from common.runtime.identity import Identity
 from common.runtime.loaded import load_text
@@ -16,6 +20,10 @@ from common.runtime.memory import TextMemory
 from common.runtime.room import Room, describe, resident_bytes
 from common.transfer.nixl import NixlLink
 from common.transfer.receiver import Receiver
+
+CANCEL_S = 0.1  # how soon a wait for another room notices a cancel
+
+Claim = Callable[[Endpoint, Offer | EmbedTicket, Callable[[], bool]], float]
 
 
 class TextRoom:
@@ -68,6 +76,30 @@ class TextRoom:
         """Tell another room how its ticket ended; from any thread."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.room.peers.release, owner, nonce, outcome)
+
+    def claim(
+        self, owner: Endpoint, ticket: Offer | EmbedTicket, cancelled: Callable[[], bool]
+    ) -> float:
+        """Renew a ticket before its memory is read; waits, so only in a transfer thread.
+
+        Returns:
+            Seconds of its lease that are left, at least.
+
+        Raises:
+            HandoffRefused: part "lease": the owner holds it no more.
+            RoomLost: the owner does not answer.
+            Cancelled: `cancelled()` became true meanwhile.
+        """
+        assert self._loop is not None, "the room is not open"
+        asked = time.monotonic()
+        renewal = self.room.peers.claim(owner, ticket.nonce)
+        answer = asyncio.run_coroutine_threadsafe(renewal, self._loop)
+        while not wait([answer], timeout=CANCEL_S).done:
+            if cancelled():
+                answer.cancel()
+                raise Cancelled("cancelled while its ticket was renewed")
+        answer.result()
+        return lease_left(asked, time.monotonic(), ticket.lease_s)
 
     def gauge(self) -> None:
         """Bring the process's gauges up to date."""

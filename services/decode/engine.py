@@ -36,6 +36,7 @@ from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
 
 Release = Callable[[Endpoint, bytes, str], None]
+NOT_OURS = ("nonce", "epoch")  # refusals after which the ticket may still be in another job's READ
 
 
 class DecodeEngine:
@@ -121,7 +122,9 @@ class DecodeEngine:
     def _begin_intake(self, job: DecodeJob, posted: float, accepted: Future[Accepted]) -> None:
         held = self._helds.get(job.reservation)
         if held is None or held.stage != "reserved":
-            self._release(job.producer, job.ticket.offer.nonce, "aborted")
+            nonce = job.ticket.offer.nonce
+            if held is None or held.job is None or held.job.ticket.offer.nonce != nonce:
+                self._release(job.producer, nonce, "aborted")
             accepted.set_exception(
                 HandoffRefused("reservation", "it is not held any more; reserve again")
             )
@@ -150,7 +153,8 @@ class DecodeEngine:
         refused = isinstance(error, HandoffRefused)
         if isinstance(error, HandoffRefused):
             self._tally.add("baton_handoffs_refused_total", part=error.part.split(":")[0])
-        self._release(job.producer, job.ticket.offer.nonce, "refused" if refused else "aborted")
+        if not (isinstance(error, HandoffRefused) and error.part in NOT_OURS):
+            self._release(job.producer, job.ticket.offer.nonce, "refused" if refused else "aborted")
         if held.stage != "ended":
             if held.writers:  # the destination stays in quarantine, so the reservation is spent
                 self._end(held)

@@ -16,6 +16,7 @@ from common.errors import HandoffRefused, ServingError
 from common.ops.digest import Signature
 from common.runtime.identity import Identity
 from common.runtime.memory import TextMemory
+from common.runtime.text_room import Claim
 from common.transfer.link import Pair, pair_spans
 from common.transfer.receiver import Receiver
 from common.transfer.verify import Extent, spans_of
@@ -43,11 +44,14 @@ class Intake:
         identity: Identity,
         *,
         deadline_s: float,
+        claim: Claim,
         tamper: Tamper | None = None,
     ) -> None:
-        """`tamper` changes bytes between DONE and verification; only with [testing]."""
+        """`claim` renews a ticket at its owner; `tamper` changes bytes between DONE and
+        verification, only with [testing].
+        """
         self._memory, self._receiver, self._identity = memory, receiver, identity
-        self._deadline_s, self.tamper = deadline_s, tamper
+        self._deadline_s, self._claim, self.tamper = deadline_s, claim, tamper
 
     def take(
         self, held: Held, job: DecodeJob, posted: float, read_ended: Callable[[], None]
@@ -78,6 +82,7 @@ class Intake:
 
     def _checked(self, held: Held, job: DecodeJob) -> list[Pair]:
         states, latents = self._memory.states, self._memory.latents
+        left_s = self._claim(job.producer, job.ticket.offer, lambda: held.stage != "fetching")
         if len(job.token_ids) != held.reserve.prompt_tokens:
             raise HandoffRefused(
                 "token_count",
@@ -102,6 +107,7 @@ class Intake:
             num_tokens=len(job.token_ids),
             token_hash=token_hash(job.token_ids),
             expected=expected,
+            lease_left_s=left_s,
         )
         remote = spans_of(job.ticket)
         return [pair for kind in local for pair in pair_spans(local[kind], remote[kind])]

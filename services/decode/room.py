@@ -40,7 +40,11 @@ class DecodeRoom(TextRoom):
         )
         transfer = settings.transfer
         self.intake = Intake(
-            self.memory, self.receiver, self.identity, deadline_s=transfer.deadline_s
+            self.memory,
+            self.receiver,
+            self.identity,
+            deadline_s=transfer.deadline_s,
+            claim=self.claim,
         )
         self.engine = DecodeEngine(
             self.loaded.model,

@@ -214,6 +214,7 @@ class EncoderEngine:
             wanted.future.set_exception(error)
 
     def _cancel(self, request: str) -> None:
+        self._owner.abort(request)  # a ticket given out since the message came
         for wanted in [w for w in self._waiting if w.job.request == request]:
             self._end(wanted, Cancelled(f"request {request} was cancelled"))
         self._forget_unwanted()

@@ -25,7 +25,7 @@ from common.contract.messages import (
     Release,
     Renew,
 )
-from common.errors import ConfigError
+from common.errors import ConfigError, HandoffRefused
 from common.observe.metrics import Tally
 from common.runtime.identity import Identity
 from common.runtime.loaded import load_facts
@@ -119,7 +119,8 @@ class EncoderRoom:
         return torch.from_numpy(patches.pixels), (patches.grid.rows, patches.grid.columns)
 
     async def _renew(self, message: Renew, caller: str) -> Message:
-        self.owner.renew(message.nonces)
+        if lost := self.owner.renew(message.nonces):
+            raise HandoffRefused("lease", f"{len(lost)} of {len(message.nonces)} leases ended")
         return Done()
 
     async def _on_release(self, message: Release, caller: str) -> Message:

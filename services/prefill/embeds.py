@@ -20,6 +20,7 @@ from common.errors import HandoffRefused, InvalidRequest, ServingError
 from common.ops.digest import Signature
 from common.runtime.identity import Identity
 from common.runtime.loop import promise
+from common.runtime.text_room import Claim
 from common.transfer.digest import digest_embeds
 from common.transfer.link import pair_spans
 from common.transfer.receiver import Receiver
@@ -72,11 +73,23 @@ class EmbedPuller:
         identity: Identity,
         *,
         deadline_s: float,
+        claim: Claim,
         release: Release,
     ) -> None:
-        """`release(owner, nonce, outcome)` tells the encoder how its ticket ended."""
+        """Pull with `receiver` into `arena`, in `threads`.
+
+        Args:
+            arena: where rows land.
+            receiver: this room's.
+            threads: where pulls run.
+            identity: this replica's.
+            deadline_s: seconds a READ may take.
+            claim: renews a ticket at the encoder; returns the seconds left of its lease.
+            release: tells the encoder how its ticket ended: (owner, nonce, outcome).
+        """
         self._arena, self._receiver, self._threads = arena, receiver, threads
-        self._identity, self._deadline_s, self._release = identity, deadline_s, release
+        self._identity, self._deadline_s = identity, deadline_s
+        self._claim, self._release = claim, release
         self.tamper: Callable[[list[Tensor]], None] | None = None
 
     def start(self, job: PrefillJob) -> Pull:
@@ -116,6 +129,7 @@ class EmbedPuller:
                 layout_print=self._identity.layout_print,
                 images=[(part.image, part.tokens) for part in ticket.parts],
                 row_bytes=self._arena.row_bytes,
+                lease_left_s=self._claim(owner, ticket, lambda: not pull.is_wanted),
             )
             pairs = pair_spans([pull.span()], [part.span for part in ticket.parts])
         except ServingError:

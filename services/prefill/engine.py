@@ -219,6 +219,7 @@ class PrefillEngine:
         self.loop.post(lambda: self._free(work))
 
     def _cancel(self, request: str) -> None:
+        self._owner.abort(request)  # a ticket given out since the message came
         for work in [w for w in self._works if w.job.request == request]:
             if work.stage != "published":
                 self._end(work, Cancelled(f"request {request} was cancelled"))

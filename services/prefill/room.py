@@ -21,6 +21,7 @@ from common.contract.messages import (
     Release,
     Renew,
 )
+from common.errors import HandoffRefused
 from common.runtime.text_room import TextRoom
 from common.transfer.owner import Owner
 from services.prefill.embeds import EmbedPuller
@@ -61,6 +62,7 @@ class PrefillRoom(TextRoom):
             self.threads,
             self.identity,
             deadline_s=transfer.deadline_s,
+            claim=self.claim,
             release=self.release,
         )
         self.engine = PrefillEngine(
@@ -123,7 +125,8 @@ class PrefillRoom(TextRoom):
         return await asyncio.wrap_future(self.engine.submit(job))
 
     async def _renew(self, message: Renew, caller: str) -> Message:
-        self.owner.renew(message.nonces)
+        if lost := self.owner.renew(message.nonces):
+            raise HandoffRefused("lease", f"{len(lost)} of {len(message.nonces)} leases ended")
         return Done()
 
     async def _on_release(self, message: Release, caller: str) -> Message:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -91,3 +94,26 @@ def test_signatures_join_different_names_and_add_equal_ones():
         one | one
     with pytest.raises(ValueError, match="different layers"):
         one + two
+
+
+def vectors():
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
+    rows = re.findall(
+        r"^\| ([`0-9a-f ]*)\| (\d+) \| `([0-9a-f]{16})` \|$", text, flags=re.MULTILINE
+    )
+    return [
+        (words.strip("` ").split(), int(first), int(digest, 16)) for words, first, digest in rows
+    ]
+
+
+@pytest.mark.parametrize(("words", "first", "digest"), vectors())
+def test_the_documents_vectors_hold(words, first, digest):
+    data = b"".join(int(word, 16).to_bytes(4, "little") for word in words)
+    assert by_definition(data, first) == digest
+    if words:
+        values = torch.frombuffer(bytearray(data), dtype=torch.float32)[None]
+        assert digest_words(values, first)[0].item() & MASK == digest
+
+
+def test_the_document_has_nine_vectors():
+    assert len(vectors()) == 9
