@@ -64,6 +64,7 @@ class Ledger:
         """This room holds nothing of it any more."""
         if self.is_exact:
             self._touched.discard((replica, name))
+            replica.followers.pop(name, None)
 
     async def release(self, replica: Replica, name: str, nonce: bytes) -> None:
         """Hand back a ticket or reservation of a request that is complete.

@@ -90,6 +90,7 @@ async def test_a_request_with_an_image_visits_the_rooms_in_order_and_leaves_noth
         for room in world.rooms.values():
             room.seen = order
         events = await collect(Journey(task(images=1), house))
+        assert all(replica.is_idle for replica in house.board.connected())
         kinds = [type(x).__name__ for x in order]
     assert kinds == ["Reserve", "EncodeJob", "EncodeJob", "PrefillJob", "DecodeJob"]
     assert ids(events) == expected(5)
