@@ -147,14 +147,14 @@ class Peers:
         self._dialling: dict[tuple[str, int], asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def claim(self, owner: Endpoint, nonce: bytes) -> None:
+    async def claim(self, owner: Endpoint, nonce: bytes, timeout_s: float) -> None:
         """Renew a ticket and wait for the answer.
 
         Raises:
             HandoffRefused: part "lease": the owner holds it no more.
             RoomLost: the owner does not answer.
         """
-        await self._call(owner, Renew(nonces=(nonce,)))
+        await self._call(owner, Renew(nonces=(nonce,)), min(timeout_s, SMALL_S))
 
     def release(self, owner: Endpoint, nonce: bytes, outcome: str) -> None:
         """Tell the owner that a ticket is done with; if this is lost, its lease runs out."""
@@ -175,11 +175,11 @@ class Peers:
 
     async def _deliver(self, owner: Endpoint, message: Message) -> None:
         try:
-            await self._call(owner, message)
+            await self._call(owner, message, SMALL_S)
         except ServingError as error:
             log.warning("%s to %s failed: %s", type(message).__name__, owner.id, error)
 
-    async def _call(self, owner: Endpoint, message: Message) -> None:
+    async def _call(self, owner: Endpoint, message: Message, timeout_s: float) -> None:
         key = (owner.id, owner.epoch)
         async with self._dialling.setdefault(key, asyncio.Lock()):
             wire = self._wires.get(key)
@@ -191,5 +191,5 @@ class Peers:
                     wire.close()
                     raise RoomLost(f"another replica listens where {owner.id} did")
                 self._wires[key] = wire
-        reply = await wire.call(message, timeout_s=SMALL_S)
+        reply = await wire.call(message, timeout_s=timeout_s)
         assert isinstance(reply, Done)

@@ -54,6 +54,7 @@ class TextRoom:
             quarantine_bound=transfer.quarantine_bound,
             verifying=settings.testing.verify,
         )
+        self._deadline_s = transfer.deadline_s
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, host: str, engine: EngineLoop) -> Endpoint:
@@ -92,7 +93,7 @@ class TextRoom:
         """
         assert self._loop is not None, "the room is not open"
         asked = time.monotonic()
-        renewal = self.room.peers.claim(owner, ticket.nonce)
+        renewal = self.room.peers.claim(owner, ticket.nonce, self._deadline_s)
         answer = asyncio.run_coroutine_threadsafe(renewal, self._loop)
         while not wait([answer], timeout=CANCEL_S).done:
             if cancelled():

@@ -112,7 +112,7 @@ async def in_process(
     endpoints = [await room.open("127.0.0.1") for room in everyone]
     seats = [Seat(key=e.id, host=e.host, port=e.port) for e in endpoints]
     try:
-        async with _house(settings, seats) as house:
+        async with house_of(settings, seats) as house:
             yield Relay(house, encoders, prefills, decodes)
     finally:
         for room in everyone:
@@ -127,12 +127,12 @@ async def with_processes(
     with rooms(path, encoder=encoder, prefill=prefill, decode=decode) as running:
         places = [process.place for process in running]
         seats = [Seat(key=p["id"], host=p["host"], port=p["port"]) for p in places]
-        async with _house(load_settings(path, {}), seats) as house:
+        async with house_of(load_settings(path, {}), seats) as house:
             yield Relay(house)
 
 
 @contextlib.asynccontextmanager
-async def _house(settings: Settings, places: list[Seat]) -> AsyncIterator[House]:
+async def house_of(settings: Settings, places: list[Seat]) -> AsyncIterator[House]:
     seats = Seats()
     seats.fill("line", places)
     house = House(settings, seats, secret=SECRET, name="test")

@@ -1,0 +1,111 @@
+"""A prefill replica that stops without dying, in mid-READ, with real rooms over tcp.
+
+The decode room lives in this process, so that the test can stop the producer's process between the
+claim of its ticket and the READ, and look into the memory that the READ may still write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+
+from common.config.loading import load_settings
+from router.seats import Seat
+from services.decode.room import DecodeRoom
+from tests.support.golden import NANO
+from tests.support.processes import SECRET, Process, rooms, write_settings
+from tests.support.relay import Relay, house_of
+
+ANSWER = 5
+DEADLINE_S = 1.0  # of one fetch
+
+
+@contextlib.asynccontextmanager
+async def relay_with_processes(tmp_path):
+    tables = {
+        "model": {"path": str(NANO), "dtype": "float32"},
+        "transfer": {"transports": "tcp", "deadline_s": DEADLINE_S},
+        "router": {"silent_s": 20.0},  # the READ's own deadline must find it, not the heartbeat
+    }
+    path = write_settings(tmp_path / "settings.toml", tables)
+    settings = load_settings(path, {})
+    with rooms(path, prefill=2, decode=0) as producers:
+        decode = DecodeRoom(settings, secret=SECRET)
+        there = await decode.open("127.0.0.1")
+        places = [process.place for process in producers]
+        seats = [Seat(key=p["id"], host=p["host"], port=p["port"]) for p in places]
+        seats.append(Seat(key=there.id, host=there.host, port=there.port))
+        try:
+            async with house_of(settings, seats) as house:
+                yield Relay(house, decodes=[decode]), decode, producers
+        finally:
+            await decode.close()
+
+
+class Stopper:
+    """Stops, once, the process whose memory is about to be claimed, or to be READ."""
+
+    def __init__(self, decode: DecodeRoom, producers: list[Process], moment: str) -> None:
+        self._producers, self.stopped = producers, None
+        at = {"claim": decode.room.peers, "read": decode.link}[moment]
+        self._go_on = getattr(at, moment)
+        setattr(at, moment, self)
+
+    def __call__(self, peer, *more):
+        if self.stopped is None:
+            self.stopped = next(p for p in self._producers if p.place["id"] == peer.id)
+            self.stopped.signal(signal.SIGSTOP)
+        return self._go_on(peer, *more)
+
+    def resume(self) -> None:
+        if self.stopped is not None:
+            self.stopped.signal(signal.SIGCONT)
+
+
+def question(seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(5, 1200) for _ in range(200)]
+
+
+async def answer(relay: Relay, seed: int) -> list[int]:
+    return (await relay.run(relay.task(question(seed), max_tokens=ANSWER))).ids()
+
+
+async def until(claim, within_s: float) -> None:
+    async with asyncio.timeout(within_s):
+        while not claim():
+            await asyncio.sleep(0.02)
+
+
+async def test_a_stopped_producer_costs_one_pass_and_its_late_bytes_reach_nobody(tmp_path):
+    async with relay_with_processes(tmp_path) as (relay, decode, producers):
+        expected = [await answer(relay, seed) for seed in range(4)]
+        stopper = Stopper(decode, producers, "read")
+        try:
+            assert await answer(relay, 0) == expected[0]  # on the other producer
+            assert decode.receiver.quarantined == 1
+            held = decode.memory.pages.held, decode.memory.slots.held
+            assert min(held) > 0  # of no request, and nobody may take them
+            others = [asyncio.create_task(answer(relay, seed)) for seed in range(1, 4)]
+            await asyncio.sleep(0.05)
+            stopper.resume()
+            assert [await other for other in others] == expected[1:]
+            await until(lambda: decode.receiver.quarantined == 0, 5.0)
+            await until(lambda: not decode.memory.pages.held and not decode.memory.slots.held, 5.0)
+        finally:
+            stopper.resume()
+        await relay.nothing_left()
+
+
+async def test_a_producer_that_stops_before_its_ticket_is_claimed_is_passed_over(tmp_path):
+    async with relay_with_processes(tmp_path) as (relay, decode, producers):
+        expected = await answer(relay, 0)
+        stopper = Stopper(decode, producers, "claim")
+        try:
+            assert await answer(relay, 0) == expected
+            assert stopper.stopped is not None and decode.receiver.quarantined == 0
+        finally:
+            stopper.resume()
+        await relay.nothing_left()
