@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 MASK = (1 << 64) - 1
+_PIECE_WORDS = 1 << 22  # words digested at a time: 32 MiB as 64-bit numbers
 _TABLE_WORDS = 1 << 22  # the longest table of mix() kept, 32 MiB; beyond it mix is computed anew
 
 
@@ -83,10 +84,15 @@ def digest_pages(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"a row of {rows.shape[2]} values of {rows.dtype} is not a multiple of 4 bytes"
         )
-    words = rows.view(torch.int32).to(torch.int64).bitwise_and_(0xFFFFFFFF).add_(1)
-    pages, _, count = words.shape
-    words.mul_(_weights(first, pages * count, values.device).view(pages, 1, count))
-    return words.sum(2), torch.isfinite(rows).all(2)
+    words = rows.view(torch.int32)
+    pages, layers, count = words.shape
+    weights = _weights(first, pages * count, values.device).view(pages, 1, count)
+    step = max(1, _PIECE_WORDS // max(1, pages * layers))
+    sums = torch.zeros((pages, layers), dtype=torch.int64, device=values.device)
+    for at in range(0, count, step):  # pieces, so that the 64-bit copies stay small
+        piece = words[:, :, at : at + step].to(torch.int64).bitwise_and_(0xFFFFFFFF).add_(1)
+        sums += piece.mul_(weights[:, :, at : at + step]).sum(2)
+    return sums, torch.isfinite(rows).all(2)
 
 
 def signature(kind: str, layers: Sequence[int], sums: Tensor, finite: Tensor) -> Signature:
