@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import random
 import socket
 from pathlib import Path
 
@@ -477,3 +478,30 @@ async def test_small_replies_leave_at_once():
             (server,) = listener._server.servers
             # asyncio turns TCP_NODELAY on for connections of sockets that name their protocol
             assert {s.proto for s in server.sockets} == {socket.IPPROTO_TCP}
+
+
+async def test_after_many_requests_a_third_of_them_left_nothing_is_held_anywhere():
+    draw = random.Random(5)
+    settings = dataclasses.replace(
+        SETTINGS, router=dataclasses.replace(SETTINGS.router, queue_wait_s=20.0)
+    )
+    async with site(settings, encoder=1, prefill=2, decode=2) as here:
+        here.world.step_s = 0.001
+
+        async def one(leaves_after_s: float | None) -> int:
+            asking = here.chat(stream=draw.random() < 0.5, n=draw.choice((1, 1, 3)))
+            if leaves_after_s is None:
+                return (await asking).status_code
+            with contextlib.suppress(TimeoutError, httpx.HTTPError):
+                await asyncio.wait_for(asking, leaves_after_s)
+            return 0
+
+        leave = [draw.uniform(0, 0.2) if draw.random() < 0.34 else None for _ in range(120)]
+        stay = await asyncio.gather(*map(one, leave))
+        assert set(stay) == {0, 200}
+        house = here.router.house
+        await until(lambda: house.running == 0)
+        await here.nothing_left()
+        await until(lambda: all(r.is_idle for r in house.board.connected()))
+        assert house.leases._held == {}
+        assert len(house.admission) == 0
