@@ -50,7 +50,7 @@ class Link(Protocol):
         """What a peer needs to connect; taken after all pools are registered."""
 
     def register(self, name: str, tensor: torch.Tensor) -> PoolInfo:
-        """Make a contiguous tensor readable by peers under `name`, once.
+        """Make a contiguous tensor readable by peers under `name`, once; keeps the tensor alive.
 
         Raises:
             TransferError: the name is taken, the tensor is not contiguous, or NIXL cannot take it.

@@ -47,7 +47,7 @@ class NixlLink:
         self.agent = agent
         self._lock = threading.RLock()
         self._pools: list[PoolInfo] = []
-        self._registered: list[object] = []
+        self._tensors: list[torch.Tensor] = []  # registered memory must outlive the agent
         self._peers: dict[str, Endpoint] = {}
         with _translated(f"agent {agent} could not be started"):
             # Strict: transfer threads, the sweeper and the control plane share the agent.
@@ -73,7 +73,8 @@ class NixlLink:
         info = PoolInfo(name=name, address=tensor.data_ptr(), size=size, device=device)
         with self._lock, _translated(f"pool `{name}` of {size} bytes could not be registered"):
             rows = [(info.address, size, max(device, 0), name)]
-            self._registered.append(self._nixl.register_memory(rows, _memory(info)))
+            self._nixl.register_memory(rows, _memory(info))
+            self._tensors.append(tensor)
             self._pools.append(info)
         return info
 

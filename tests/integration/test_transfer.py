@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import time
 
@@ -136,6 +137,16 @@ def test_metadata_of_another_agent_is_refused(side, producer):
     forged = msgspec.structs.replace(producer.endpoint, id="forged", agent="somebody")
     with pytest.raises(TransferError, match="forged"):
         side.link.connect(forged)
+
+
+def test_registered_memory_outlives_its_makers_interest(side, producer):
+    name = f"own-{next(numbers)}"
+    side.link.register(name, torch.zeros(1 << 20))  # nobody else holds it
+    gc.collect()
+    producer.fill(9)
+    for _ in range(20):
+        target = Span(pool=name, offset=0, size=4 << 20)
+        side.finish(side.link.read(producer.endpoint, [(target, span(0, 1 << 20))]))
 
 
 def test_a_pool_is_registered_once_and_whole(side):
