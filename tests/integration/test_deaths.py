@@ -16,7 +16,7 @@ from common.errors import RoomLost
 from router.journey import Journey
 from router.seats import Seat
 from tests.support.processes import rooms, write_settings
-from tests.support.relay import Relay, _house
+from tests.support.relay import Relay, house_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ async def relay(folder, **counts: int):
     )
     with rooms(path, **counts) as running:
         seats = [Seat(key=p.place["id"], host="127.0.0.1", port=p.place["port"]) for p in running]
-        async with _house(load_settings(path, {}), seats) as house:
+        async with house_of(load_settings(path, {}), seats) as house:
             yield Relay(house), running
 
 
