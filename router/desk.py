@@ -10,9 +10,10 @@ import asyncio
 import dataclasses
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -36,6 +37,7 @@ from router.schema import (
     parse_completion,
 )
 
+T = TypeVar("T")
 LARGE_BODY = 64 << 10  # bytes; a larger one is read in a thread, so that streams go on meanwhile
 
 
@@ -77,16 +79,20 @@ class Desk:
             scripted=settings.testing.scripted,
         )
 
-    async def read_chat(self, body: bytes) -> ChatRequest:
-        """Check a body.
+    async def read(self, parse: Callable[[bytes, RequestLimits], T], body: bytes) -> T:
+        """Check a body with its path's `parse`.
 
         Raises:
             InvalidRequest: what is wrong with it.
             NotFound: its model is not served here.
         """
         if len(body) > LARGE_BODY:
-            return await asyncio.to_thread(parse_chat, body, self.limits)
-        return parse_chat(body, self.limits)
+            return await asyncio.to_thread(parse, body, self.limits)
+        return parse(body, self.limits)
+
+    async def read_chat(self, body: bytes) -> ChatRequest:
+        """Check the body of a chat; raises as `read` does."""
+        return await self.read(parse_chat, body)
 
     async def order_chat(self, request: ChatRequest, origin: Origin) -> ChatOrder:
         """Fetch the request's images and render its prompt.
@@ -94,10 +100,7 @@ class Desk:
         Raises:
             InvalidRequest: an image is refused, or the prompt does not fit.
         """
-        sources = image_sources(request.messages)
-        images: list[FetchedImage] = []
-        if self._rules is not None and sources:
-            images = await fetch_images(sources, self.settings.images, self._rules)
+        images = await self._fetch(request)
         prompt = await asyncio.to_thread(self._render, request, images)
         sampling = fit_sampling(request, len(prompt.token_ids), self.limits)
         if request.script is not None:
@@ -112,16 +115,24 @@ class Desk:
         )
         return ChatOrder(request=request, task=task)
 
-    async def read_text(self, body: bytes) -> CompletionRequest:
-        """Check the body of a plain completion.
+    async def count_chat(self, request: ChatRequest) -> int:
+        """Tokens of the request's prompt, those of its images included.
 
         Raises:
-            InvalidRequest: what is wrong with it.
-            NotFound: its model is not served here.
+            InvalidRequest: an image is refused.
         """
-        if len(body) > LARGE_BODY:
-            return await asyncio.to_thread(parse_completion, body, self.limits)
-        return parse_completion(body, self.limits)
+        images = await self._fetch(request)
+        return len((await asyncio.to_thread(self._render, request, images)).token_ids)
+
+    async def _fetch(self, request: ChatRequest) -> list[FetchedImage]:
+        sources = image_sources(request.messages)
+        if self._rules is None or not sources:
+            return []
+        return await fetch_images(sources, self.settings.images, self._rules)
+
+    async def read_text(self, body: bytes) -> CompletionRequest:
+        """Check the body of a plain completion; raises as `read` does."""
+        return await self.read(parse_completion, body)
 
     async def order_text(self, request: CompletionRequest, origin: Origin) -> tuple[Task, ...]:
         """One task a prompt.

@@ -20,7 +20,7 @@ from common.observe.logs import client_id, request_id
 from common.observe.metrics import Tally
 from router.access import Access, key_of
 from router.bodies import TENANT
-from router.faults import Fault, describe, fault
+from router.faults import Fault, describe, fault, on_path
 from router.schema.replies import encode
 
 PLAIN_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
@@ -50,7 +50,7 @@ class Door:
         own, plain = f"req-{secrets.token_hex(12)}", PLAIN_ID.fullmatch(said)
         request_id.set(own)  # each request runs in a context of its own
         client_id.set(said if plain else "")
-        answer = _Answer(send, said if plain else own, self._tally)
+        answer = _Answer(send, said if plain else own, self._tally, scope["path"])
         try:
             self._measure(scope)
             if scope["path"] in OPEN_PATHS:
@@ -82,8 +82,9 @@ class _HeadersTooLong(Exception):
 class _Answer:
     """`send`, with the request's id on the reply and a count."""
 
-    def __init__(self, send: Send, echoed: str, tally: Tally) -> None:
+    def __init__(self, send: Send, echoed: str, tally: Tally, path: str) -> None:
         self._send, self._echoed, self._tally = send, echoed.encode("latin-1"), tally
+        self._path = path
         self._has_begun = False
 
     async def __call__(self, message: Message) -> None:
@@ -97,7 +98,7 @@ class _Answer:
         """Answer with an error, unless an answer has begun."""
         if self._has_begun:
             return
-        body = encode(told.body)
+        body = encode(on_path(self._path, told).body)
         headers = {"content-type": "application/json", "content-length": str(len(body))}
         headers |= told.headers | (extra or {})
         raw = [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in headers.items()]

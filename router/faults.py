@@ -6,10 +6,11 @@ A client reads sentences, never an exception's name or a trace. What went wrong 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from common.errors import BodyTooLarge, InvalidRequest, NotFound, ServingError
+from common.observe.logs import client_id, request_id
 
 TYPES = {
     400: "invalid_request_error",
@@ -74,3 +75,28 @@ def fault(
     headers = {"Retry-After": str(RETRY_AFTER_S.get(status, 1))} if retryable else {}
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return Fault(status=status, body=body, headers=headers)
+
+
+# Anthropic's names of kinds of errors, where they are not ours.
+ANTHROPIC_TYPES = {
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+ANTHROPIC_PATHS = "/v1/messages"
+
+
+def anthropic_body(told: Fault) -> dict[str, Any]:
+    """A fault's body in Anthropic's shape."""
+    kind = ANTHROPIC_TYPES.get(told.status, told.error["type"])
+    inner = {"type": kind, "message": told.error["message"]}
+    return {"type": "error", "error": inner, "request_id": client_id.get() or request_id.get()}
+
+
+def on_path(path: str, told: Fault) -> Fault:
+    """A fault in the shape of the API that owns the path."""
+    if path == ANTHROPIC_PATHS or path.startswith(ANTHROPIC_PATHS + "/"):
+        return replace(told, body=anthropic_body(told))
+    return told

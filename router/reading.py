@@ -55,6 +55,11 @@ class ChatReader:
         """Tokens of reasoning so far."""
         return self._parser.reasoning_tokens
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the choice, if one did."""
+        return self._stops.matched
+
     def feed(self, item: TokenItem) -> News:
         """What is new with this share of a frame."""
         news = News()

@@ -66,7 +66,7 @@ def usage(
 
 
 @dataclass(slots=True)
-class _Gathered:
+class Gathered:
     """What one choice has said so far."""
 
     reasoning: list[str] = field(default_factory=list)
@@ -75,6 +75,7 @@ class _Gathered:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, news: News) -> None:
+        """Append what is new; words that turned out to be content are moved."""
         if news.reasoning:
             self.reasoning.append(news.reasoning)
         if news.moved:
@@ -124,7 +125,7 @@ class ChatAnswer:
             )
             for _ in range(request.sampling.n)
         ]
-        self._gathered = [_Gathered() for _ in self._readers]
+        self._gathered = [Gathered() for _ in self._readers]
 
     @property
     def is_complete(self) -> bool:

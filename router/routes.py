@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -11,19 +11,21 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from common.contract.messages import TokenItem
 from common.errors import ServingError
 from router.access import Access
 from router.bodies import origin_of, read_body
-from router.desk import ChatOrder, Desk
+from router.desk import Desk
 from router.door import Door
-from router.faults import describe, fault
+from router.faults import Fault, describe, fault, on_path
 from router.house import House
-from router.journey import Journey
+from router.message_routes import MessagePages
 from router.readiness import Readiness
 from router.replies import ChatAnswer, new_head
-from router.schema import ignored_header
-from router.schema.replies import encode
-from router.stream import DONE, EventStream, event, while_connected
+from router.schema.replies import Reply, Usage, encode
+from router.stream import DONE, event, while_connected
+from router.talk import Talk, ignored_headers
+from router.teller import Spent
 from router.text_routes import TextPages
 
 
@@ -31,10 +33,13 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
     """The ASGI app of the public listener."""
     pages = _Pages(desk, house, readiness)
     texts = TextPages(desk, house, readiness)
+    messages = MessagePages(desk, house, readiness)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", pages.chat, methods=["POST"]),
             Route("/v1/completions", texts.completions, methods=["POST"]),
+            Route("/v1/messages", messages.create, methods=["POST"]),
+            Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
             Route("/v1/models", pages.models),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
@@ -86,79 +91,65 @@ class _Pages:
         self._demand_ready()
         origin = origin_of(request)
         order = await while_connected(request.receive, self._desk.order_chat(asked, origin))
-        headers = {"X-Baton-Ignored": ignored_header(asked.ignored)} if asked.ignored else {}
-        journey = Journey(order.task, self._house)
-        if asked.stream:
-            return await self._streamed(request, order, journey, headers)
-        reply = await while_connected(request.receive, self._whole(order, journey))
-        return Response(reply, media_type="application/json", headers=headers)
-
-    async def _whole(self, order: ChatOrder, journey: Journey) -> bytes:
-        answer = self._answer(order)
-        async with journey:
-            async for item in journey.events():
-                answer.take(item)
-                if answer.is_complete:  # by a stop string, the rooms may still be at work
-                    journey.enough()
-        return encode(answer.whole(_usage(answer, order, journey)))
-
-    async def _streamed(
-        self, request: Request, order: ChatOrder, journey: Journey, headers: dict[str, str]
-    ) -> EventStream:
-        journey.set_out()
-        try:  # until a room has place for it, a refusal is an HTTP status and not an event
-            await while_connected(request.receive, journey.admitted())
-        except BaseException:
-            journey.turn_back()
-            raise
-        return EventStream(
-            self._events(order, journey),
-            on_close=journey.turn_back,
-            keep_alive_s=self._desk.settings.server.keep_alive_s,
-            headers=headers,
-        )
-
-    async def _events(self, order: ChatOrder, journey: Journey) -> AsyncGenerator[bytes, None]:
-        answer = self._answer(order)
-        yield b"".join(event(encode(chunk)) for chunk in answer.opening())
-        try:
-            async for item in journey.events():
-                if chunks := answer.chunks(item):
-                    yield b"".join([event(encode(chunk)) for chunk in chunks])
-                if answer.is_complete:
-                    journey.enough()
-        except ServingError as error:  # never a success reason, never [DONE]
-            yield event(encode(describe(error).body))
-            return
-        used = _usage(answer, order, journey)
-        yield b"".join([event(encode(chunk)) for chunk in answer.closing(used)]) + DONE
-
-    def _answer(self, order: ChatOrder) -> ChatAnswer:
-        return ChatAnswer(order.request, self._desk.tokenizer, new_head(order.request.model))
+        headers = ignored_headers(asked.ignored)
+        answer = ChatAnswer(order.request, self._desk.tokenizer, new_head(asked.model))
+        keep_alive_s = self._desk.settings.server.keep_alive_s
+        talk = Talk(_ChatTeller(answer), order.task, self._house, keep_alive_s=keep_alive_s)
+        return await (talk.streamed if asked.stream else talk.whole)(request, headers)
 
     def _demand_ready(self) -> None:
         self._readiness.demand()
 
 
-def _usage(answer: ChatAnswer, order: ChatOrder, journey: Journey) -> Any:
-    return answer.usage(
-        prompt=len(order.task.token_ids),
-        cached=journey.account.cached_tokens,
-        image=order.image_tokens,
-    )
+class _ChatTeller:
+    """A chat's answer as bytes."""
+
+    def __init__(self, answer: ChatAnswer) -> None:
+        self._answer = answer
+
+    @property
+    def is_complete(self) -> bool:
+        return self._answer.is_complete
+
+    def take(self, item: TokenItem) -> None:
+        self._answer.take(item)
+
+    def whole(self, spent: Spent) -> bytes:
+        return encode(self._answer.whole(self._usage(spent)))
+
+    def opening(self) -> bytes:
+        return _events(self._answer.opening())
+
+    def more(self, item: TokenItem) -> bytes:
+        return _events(self._answer.chunks(item))
+
+    def closing(self, spent: Spent) -> bytes:
+        return _events(self._answer.closing(self._usage(spent))) + DONE
+
+    def broken(self, told: Fault) -> bytes:
+        return event(encode(told.body))  # and no [DONE]
+
+    def _usage(self, spent: Spent) -> Usage:
+        return self._answer.usage(prompt=spent.prompt, cached=spent.cached, image=spent.image)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
-    told = describe(error)
+def _events(chunks: Sequence[Reply]) -> bytes:
+    return b"".join([event(encode(chunk)) for chunk in chunks])
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    told = on_path(request.url.path, describe(error))
     return JSONResponse(told.body, status_code=told.status, headers=told.headers)
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    status = getattr(error, "status_code", 500)
-    if status == 405:
+    path = request.url.path
+    headers = None
+    if getattr(error, "status_code", 500) == 405:
+        headers = getattr(error, "headers", None)
         told = fault(
             405, f"{request.method} is not offered on this path", code="method_not_allowed"
         )
-        return JSONResponse(told.body, status_code=405, headers=getattr(error, "headers", None))
-    told = fault(404, f"the path `{request.url.path[:200]}` is not served here", code="not_found")
-    return JSONResponse(told.body, status_code=404)
+    else:
+        told = fault(404, f"the path `{path[:200]}` is not served here", code="not_found")
+    return JSONResponse(on_path(path, told).body, status_code=told.status, headers=headers)

@@ -133,7 +133,16 @@ def parse_chat(body: bytes, limits: RequestLimits) -> ChatRequest:
         InvalidRequest: what is wrong, with the field's path as `param`.
         NotFound: the model is not served here.
     """
-    raw = decode_object(body)
+    return check_chat(decode_object(body), limits)
+
+
+def check_chat(raw: dict[str, Any], limits: RequestLimits) -> ChatRequest:
+    """Check a chat request that is parsed already, or was made of another API's words.
+
+    Raises:
+        InvalidRequest: what is wrong, with the field's path as `param`.
+        NotFound: the model is not served here.
+    """
     check_refused(raw)
     chat = convert_object(raw, ChatBody)
     check_model(chat.model, limits)

@@ -7,6 +7,7 @@ reading, so that a body with thousands of faults costs no more than a body with 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,8 +72,12 @@ def _why_not_json(body: bytes, error: Exception) -> str:
     return f"the request body is not JSON: {text[0].lower()}{text[1:]}"
 
 
-def convert_object(raw: dict[str, Any], kind: type[T]) -> T:
+def convert_object(
+    raw: dict[str, Any], kind: type[T], choices: Mapping[re.Pattern[str], str] = CHOICES
+) -> T:
     """Read a parsed object as `kind`; fields that `kind` lacks are passed over.
+
+    `choices` tells, by the end of a field's path, the words it allows.
 
     Raises:
         InvalidRequest: the first fault, with the field's path as `param`.
@@ -80,7 +85,7 @@ def convert_object(raw: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise _refusal(raw, kind, str(error)) from None
+        raise _refusal(raw, kind, str(error), choices) from None
     except RecursionError:
         raise InvalidRequest("the request body is nested too deeply") from None
 
@@ -91,7 +96,12 @@ def unknown_fields(raw: dict[str, Any], kind: type[msgspec.Struct]) -> tuple[str
     return tuple(name for name in raw if name not in known)
 
 
-def _refusal(raw: dict[str, Any], kind: type[msgspec.Struct], text: str) -> InvalidRequest:
+def _refusal(
+    raw: dict[str, Any],
+    kind: type[msgspec.Struct],
+    text: str,
+    choices: Mapping[re.Pattern[str], str],
+) -> InvalidRequest:
     match = _PATH.match(text)
     what, path = (match[1], match[2].removeprefix(".")) if match else (text, "")
     param = path.split("[...]")[0]
@@ -103,7 +113,7 @@ def _refusal(raw: dict[str, Any], kind: type[msgspec.Struct], text: str) -> Inva
     if bounds := _bounds(kind, param):
         return InvalidRequest(f"`{param}`{given}; it must be {bounds}", param=param)
     if choice := _CHOICE.match(what):
-        known = next((words for end, words in CHOICES.items() if end.search(param)), "")
+        known = next((words for end, words in choices.items() if end.search(param)), "")
         rule = f"it must be {known}" if known else "which is not known"
         return InvalidRequest(f"`{param}` is {_show(choice[1])}; {rule}", param=param or None)
     rule = what.replace("Expected ", "it must be ").replace(", got ", ", not ")
