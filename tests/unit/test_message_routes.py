@@ -268,7 +268,6 @@ async def test_what_is_wrong_is_refused_in_this_apis_shape_and_holds_nothing():
             assert told["type"] == "error" and set(told["error"]) == {"type", "message"}
             assert told["error"]["type"] == "invalid_request_error"
             assert words in told["error"]["message"], told
-        assert here.world["p1"].names() == []
         assert here.world.held() == {}
 
 
