@@ -147,6 +147,11 @@ class HandoffRefused(TransferError):
         super().__init__(f"{part}: {message}")
         self.part = part
 
+    @property
+    def family(self) -> str:
+        """The part without its layer: few enough values for a metric's label."""
+        return ":".join(self.part.split(":")[:2])
+
 
 class PoisonedState(ServingError):
     """A non-finite value was found in a request's logits or state."""

@@ -115,7 +115,7 @@ _ALL = (
     _counter("baton_pulled_bytes_total", "bytes", "transfer", "How much was moved?"),
     _counter(
         "baton_handoffs_refused_total", "tickets", "transfer", "What was not as signed?", "part"
-    ),  # the part's kind without a layer
+    ),  # without the layer
     _counter("baton_tickets_total", "tickets", "transfer", "How do tickets end?", "outcome"),
     _gauge("baton_tickets_held", "tickets", "transfer", "How many are under lease?"),
     _gauge("baton_quarantine", "regions", "transfer", "How many READs outlived their request?"),

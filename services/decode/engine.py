@@ -152,7 +152,7 @@ class DecodeEngine:
     def _refuse(self, held: Held, job: DecodeJob, error: ServingError) -> None:
         refused = isinstance(error, HandoffRefused)
         if isinstance(error, HandoffRefused):
-            self._tally.add("baton_handoffs_refused_total", part=error.part.split(":")[0])
+            self._tally.add("baton_handoffs_refused_total", part=error.family)
         if not (isinstance(error, HandoffRefused) and error.part in NOT_OURS):
             self._release(job.producer, job.ticket.offer.nonce, "refused" if refused else "aborted")
         if held.stage != "ended":

@@ -63,6 +63,15 @@ class EmbedCache:
         """Undo one `hold`."""
         entry.holds -= 1
         entry.probe_holds -= probe
+        if not entry.holds and self._entries.get(entry.key) is not entry:
+            self.arena.give(entry.start)
+
+    def forget(self, entry: Entry) -> None:
+        """Never hand an entry out again: what lies there is not what was made."""
+        if self._entries.get(entry.key) is entry:
+            del self._entries[entry.key]
+            if not entry.holds:
+                self.arena.give(entry.start)
 
     def counts(self) -> tuple[int, int]:
         """(entries held by requests, entries only cached)."""

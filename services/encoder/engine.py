@@ -197,13 +197,16 @@ class EncoderEngine:
 
     def _lease_ended(self, wanted: Wanted, outcome: str) -> None:
         self._tally.add("baton_tickets_total", outcome=outcome)
-        self.loop.post(lambda: self._drop(wanted))
+        self.loop.post(lambda: self._drop(wanted, forget=outcome == "refused"))
 
-    def _drop(self, wanted: Wanted) -> None:
+    def _drop(self, wanted: Wanted, *, forget: bool = False) -> None:
+        """Let a request's embeddings go; refused ones are made anew for the next who asks."""
         if wanted.ended:
             return
         wanted.ended = True
         for entry in wanted.entries.values():
+            if forget:
+                self._cache.forget(entry)
             self._cache.drop(entry, probe=wanted.job.probe)
         self._leased = [other for other in self._leased if other is not wanted]
 

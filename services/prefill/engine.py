@@ -23,6 +23,7 @@ from common.errors import (
     Cancelled,
     CapacityError,
     DeadlineExceeded,
+    HandoffRefused,
     InvalidRequest,
     ServingError,
 )
@@ -158,6 +159,8 @@ class PrefillEngine:
             if error is None:
                 work.stage = "running"
             else:
+                if isinstance(error, HandoffRefused):
+                    self._tally.add("baton_handoffs_refused_total", part=error.family)
                 self._end(work, error)
 
         self.loop.post(go_on)
