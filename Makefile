@@ -1,12 +1,13 @@
-# make check | test | test-all | serve: people, pre-commit and CI run these and nothing else.
+# make check | test | test-all | soak | serve: people, pre-commit and CI run these and nothing else.
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PORT ?= 8000
+N ?= 10000
 ADMIN_PORT ?= 8001
 SETTINGS ?= deploy/settings/local.toml
 TORCH := $(shell grep '^torch==' requirements.lock)
 
-.PHONY: install check format test test-all serve
+.PHONY: install check format test test-all soak serve
 
 install: $(VENV)/.installed
 
@@ -33,6 +34,9 @@ test: install
 
 test-all: install
 	$(PY) -m pytest -q
+
+soak: install
+	$(PY) -m tests.chaos.soak --requests $(N)
 
 serve: install
 	PORT=$(PORT) ADMIN_PORT=$(ADMIN_PORT) exec $(VENV)/bin/baton serve $(SETTINGS)
