@@ -103,12 +103,18 @@ class Replica:
         load = await self.wire.call(Ping(), timeout_s=timeout_s)
         if not isinstance(load, Load) or load.epoch != self.epoch:
             raise RoomLost(f"{self.room} {self.id} answered the heartbeat of another epoch")
+        self._learn(load)
+
+    def _learn(self, load: Load) -> None:
         self.load, self.granted_since_load = load, 0
         self.heard_at = monotonic()
+        self.is_leaving |= load.leaving
 
     def hear(self, message: AnyMessage) -> None:
-        """Deal a frame out to the requests it carries."""
-        if isinstance(message, TokenFrame):
+        """Deal a frame out to the requests it carries; note a load sent unasked."""
+        if isinstance(message, Load) and message.epoch == self.epoch:
+            self._learn(message)
+        elif isinstance(message, TokenFrame):
             for item in message.items:
                 follower = self.followers.get(item.request)
                 if follower is not None:

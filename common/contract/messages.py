@@ -321,6 +321,7 @@ class Load(Message, frozen=True, kw_only=True):
     total_pages: int = 0
     oldest_s: float = 0.0
     suspended: bool = False
+    leaving: bool = False  # it takes no new work
     counters: dict[str, float] = {}  # metric name and labels, as in common.observe.metrics
 
 

@@ -12,45 +12,49 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from common.config.loading import load_settings, room_secret
 from common.config.settings import Settings
-from common.contract.messages import Endpoint
-
-
-class Served(Protocol):
-    """A room that can be opened and closed."""
-
-    async def open(self, host: str) -> Endpoint:
-        """Listen on a free port."""
-
-    async def close(self) -> None:
-        """Stop."""
+from common.runtime.drain import Served, drain
 
 
 def main(build: Callable[[Settings, str, str], Served], argv: list[str] | None = None) -> None:
     """Run `python -m services.<room> SETTINGS [--replica ID]`; the secret is in BATON_SECRET.
 
-    Prints one JSON line with room, id, host and port when it listens.
+    Prints one JSON line with room, id, host and port when it listens. At SIGTERM or SIGINT it
+    drains, for `server.drain_s` at most; a second signal ends it at once. Exits with 1 when its
+    engine failed.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
     parser.add_argument("--replica", default="")
     parser.add_argument("--host", default="127.0.0.1")
     args = parser.parse_args(argv)
-    room = build(load_settings(args.settings), room_secret(), args.replica)
-    asyncio.run(_serve(room, args.host))
+    settings = load_settings(args.settings)
+    room = build(settings, room_secret(), args.replica)
+    sys.exit(asyncio.run(_serve(room, args.host, settings.server.drain_s)))
 
 
-async def _serve(room: Served, host: str) -> None:
+async def _serve(room: Served, host: str, drain_s: float) -> int:
     endpoint = await room.open(host)
-    stop = asyncio.Event()
+    told: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told.put_nowait, "leave")
     place = {key: getattr(endpoint, key) for key in ("room", "id", "epoch", "host", "port")}
     sys.stdout.write(json.dumps(place) + "\n")
     sys.stdout.flush()
-    await stop.wait()
+    ended = loop.create_task(room.room.ended.wait())
+    leave = loop.create_task(told.get())
+    await asyncio.wait({ended, leave}, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        again = loop.create_task(told.get())
+        leaving = loop.create_task(drain(room, drain_s))
+        await asyncio.wait({again, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        again.cancel()
+        leaving.cancel()
+    failed = room.room.ended.is_set()
+    for task in (ended, leave):
+        task.cancel()
     await room.close()
+    return int(failed)

@@ -1,35 +1,17 @@
 """RoomReplica: a room as a Serve replica sees it, without Ray.
 
 Serve calls these methods on the event loop: metadata once when the replica becomes ready, health
-every few seconds, `__del__` when it leaves. Leaving, a room finishes what it holds first: new work
-has stopped by then, since the replica left every router's table.
+every few seconds, `__del__` when it leaves. Leaving, a room finishes what it holds first
+(`drain.py`): new work stops, since the replica left every router's table.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
-from typing import Protocol
 
-from common.contract.messages import Endpoint, Holdings, Inventory, Load, Ping
+from common.contract.messages import Endpoint, Ping
 from common.errors import ServingError
-
-
-class Served(Protocol):
-    """What a room offers its replica."""
-
-    async def open(self, host: str) -> Endpoint:
-        """Listen on a free port of `host`."""
-
-    async def close(self) -> None:
-        """Stop."""
-
-    async def load(self, message: Ping, caller: str) -> Load:
-        """How busy it is."""
-
-    async def holdings(self, message: Inventory, caller: str) -> Holdings:
-        """What it holds."""
+from common.runtime.drain import Served, drain
 
 
 class RoomReplica:
@@ -73,10 +55,5 @@ class RoomReplica:
         return dict(self._load)
 
     async def __del__(self) -> None:  # Serve awaits it
-        until = time.monotonic() + self._drain_s
-        while time.monotonic() < until:
-            held = await self._room.holdings(Inventory(), "serve")
-            if not (held.slots or held.tickets or held.embeddings):
-                break
-            await asyncio.sleep(0.1)
+        await drain(self._room, self._drain_s)
         await self._room.close()

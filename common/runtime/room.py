@@ -46,6 +46,10 @@ class Room:
         self._listening = Listening(secret=secret, handler=self._handle, endpoint=self._whoami)
         self._listening.on_lost = self._lost
         self._sweeper: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hanging_up: asyncio.Task[None] | None = None
+        self.is_leaving = False
+        self.ended = asyncio.Event()  # its engine failed, so that it can do nothing more
 
     @property
     def endpoint(self) -> Endpoint:
@@ -63,9 +67,10 @@ class Room:
 
     async def open(self, host: str, describe: Callable[[str, int], Endpoint]) -> Endpoint:
         """Listen on a free port of `host`; `describe(host, port)` makes the endpoint."""
+        self._loop = asyncio.get_running_loop()
         port = await self._listening.open(host)
         self._endpoint = describe(host, port)
-        self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        self._sweeper = self._loop.create_task(self._sweep())
         return self._endpoint
 
     async def close(self) -> None:
@@ -76,6 +81,25 @@ class Room:
                 await self._sweeper
         self.peers.close()
         await self._listening.close()
+
+    def hang_up(self, _: BaseException) -> None:
+        """The engine failed: break every connection, which is what a death looks like from outside.
+
+        From any thread. What ran here is continued elsewhere, as after a crash.
+        """
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._hang_up)
+
+    def _hang_up(self) -> None:
+        self.ended.set()
+        for wire in list(self._listening.wires):  # before any handler could answer with an error:
+            wire.close()  # from an error a router could not tell which of two rooms failed
+        self._hanging_up = asyncio.get_running_loop().create_task(self._listening.close())
+
+    def tell_all(self, message: Message) -> None:
+        """Push a message to every connected caller."""
+        for wire in self.wires.values():
+            wire.push(message)
 
     def push(self, caller: str, message: Message) -> None:
         """Send a message without a reply to a connected caller; gone callers are skipped."""

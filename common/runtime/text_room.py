@@ -61,6 +61,7 @@ class TextRoom:
         """Start the engine and listen on a free port of `host`."""
         self._loop = asyncio.get_running_loop()
         self.room.every_sweep(self._sweep_receiver)
+        engine.on_failure(self.room.hang_up)
         engine.start()
         return await self.room.open(
             host,

@@ -22,7 +22,13 @@ from common.contract.messages import (
     Reserve,
     TokenOut,
 )
-from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, ServingError
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoffRefused,
+    RoomLost,
+    ServingError,
+)
 from common.model.batch import StepBatch
 from common.model.text import TextModel
 from common.observe.metrics import Tally
@@ -67,7 +73,7 @@ class DecodeEngine:
         self._frames = Frames(push)
         self._steps = 0
         self.loop = EngineLoop("decode", self._step)
-        self.loop.on_failure = self._fail_all
+        self.loop.on_failure(self._fail_all)
 
     # --- from any thread
 
@@ -79,7 +85,7 @@ class DecodeEngine:
         """Take in a hand-off for a reservation; frames follow when the future has its result."""
         accepted: Future[Accepted] = promise()
         posted = time.monotonic()
-        self.loop.post(lambda: self._begin_intake(job, posted, accepted))
+        self.loop.post(lambda: self._begin_intake(job, posted, accepted), accepted.set_exception)
         return accepted
 
     def renew(self, ids: tuple[bytes, ...]) -> None:
@@ -140,9 +146,15 @@ class DecodeEngine:
         except ServingError as error:
             writer_ended()
             self.loop.post(partial(self._refuse, held, job, error))
+        except Exception as fault:  # nobody waits for this thread: the engine must hear of it
+            self.loop.post(partial(self._stop_for, fault))
         else:
             writer_ended()
             self.loop.post(partial(self._join, held, job, times))
+
+    def _stop_for(self, fault: BaseException) -> None:
+        """A fault in a transfer thread: whether its READ ended is not known, so this room ends."""
+        raise fault
 
     def _writer_ended(self, held: Held) -> None:
         held.writers -= 1
@@ -282,9 +294,7 @@ class DecodeEngine:
         self._frames.flush(self._steps)
 
     def _fail_all(self, error: BaseException) -> None:
+        """The room hangs up after this; running requests are continued elsewhere."""
         for held in list(self._helds.values()):
             if held.stage == "fetching" and not held.accepted.done():
-                held.accepted.set_exception(ServingError(f"the decode engine stopped: {error}"))
-            for choice in [c for c in held.choices if not c.finish]:
-                self._frames.add(held, choice, (), "error", "the decode engine stopped")
-        self._frames.flush(self._steps)
+                held.accepted.set_exception(RoomLost(f"the decode engine stopped: {error}"))

@@ -20,6 +20,7 @@ from common.contract.messages import (
     Reserve,
     TokenFrame,
 )
+from common.errors import CapacityError
 from common.runtime.text_room import TextRoom
 from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
@@ -91,6 +92,7 @@ class DecodeRoom(TextRoom):
             total_slots=self.memory.slots.total,
             total_pages=self.memory.pages.total,
             suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
+            leaving=self.room.is_leaving,
             counters=self.tally.snapshot(),
         )
 
@@ -108,6 +110,8 @@ class DecodeRoom(TextRoom):
         )
 
     async def _reserve(self, message: Reserve, caller: str) -> Message:
+        if self.room.is_leaving:
+            raise CapacityError(f"{self.room.id} is leaving and takes no new request")
         return await asyncio.wrap_future(self.engine.reserve(message, caller))
 
     async def _decode(self, job: DecodeJob, caller: str) -> Message:

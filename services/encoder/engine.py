@@ -22,6 +22,7 @@ from common.errors import (
     DeadlineExceeded,
     ImageRejected,
     PoisonedState,
+    RoomLost,
     ServingError,
 )
 from common.observe.metrics import Tally
@@ -41,6 +42,7 @@ class Wanted:
 
     job: EncodeJob
     deadline: float
+    caller: str = ""  # the router it came from
     future: Future[Reply] = field(default_factory=promise)
     entries: dict[bytes, Entry] = field(default_factory=dict)  # held
     ended: bool = False
@@ -69,26 +71,29 @@ class EncoderEngine:
         self._waiting: list[Wanted] = []
         self._leased: list[Wanted] = []
         self.loop = EngineLoop("encoder", self._step)
-        self.loop.on_failure = self._fail_all
+        self.loop.on_failure(self._fail_all)
 
     # --- from any thread
 
-    def submit(self, job: EncodeJob, prepared: dict[bytes, Prepared]) -> Future[Reply]:
+    def submit(
+        self, job: EncodeJob, prepared: dict[bytes, Prepared], caller: str = ""
+    ) -> Future[Reply]:
         """Queue a request; `prepared` has, by key, the images whose bytes came with the job.
 
         The future has a ticket, or names images that are neither here nor kept.
         """
-        wanted = Wanted(job=job, deadline=time.monotonic() + job.deadline_s)
-        if self.loop.failure is not None:
-            wanted.future.set_exception(ServingError("the encoder engine stopped"))
-        else:
-            self.loop.post(lambda: self._enqueue(wanted, prepared))
+        wanted = Wanted(job=job, caller=caller, deadline=time.monotonic() + job.deadline_s)
+        self.loop.post(lambda: self._enqueue(wanted, prepared), wanted.future.set_exception)
         return wanted.future
 
     def cancel(self, request: str) -> None:
         """Forget a request wherever it stands."""
         self._owner.abort(request)
         self.loop.post(lambda: self._cancel(request))
+
+    def caller_lost(self, caller: str) -> None:
+        """Encode nothing more for a router that is gone; its tickets end with their leases."""
+        self.loop.post(lambda: self._forget_caller(caller))
 
     def sweep(self) -> None:
         """Expire leases and deadlines; called every half second."""
@@ -222,6 +227,11 @@ class EncoderEngine:
             self._end(wanted, Cancelled(f"request {request} was cancelled"))
         self._forget_unwanted()
 
+    def _forget_caller(self, caller: str) -> None:
+        for wanted in [w for w in self._waiting if w.caller == caller]:
+            self._end(wanted, Cancelled(f"{caller} is gone"))
+        self._forget_unwanted()
+
     def _expire(self) -> None:
         now = time.monotonic()
         for wanted in [w for w in self._waiting if now > w.deadline]:
@@ -234,4 +244,4 @@ class EncoderEngine:
 
     def _fail_all(self, error: BaseException) -> None:
         for wanted in list(self._waiting):
-            self._end(wanted, ServingError(f"the encoder engine stopped: {error}"))
+            self._end(wanted, RoomLost(f"the encoder engine stopped: {error}"))

@@ -92,7 +92,9 @@ class EncoderRoom:
         room.on(Cancel, self._cancel)
         room.on(Ping, self.load)
         room.on(Inventory, self.holdings)
+        room.on_lost = self.engine.caller_lost
         room.every_sweep(self.engine.sweep)
+        self.engine.loop.on_failure(room.hang_up)
         self.engine.loop.start()
         return await room.open(
             host, lambda at, port: describe(room, self.identity, at, port, self._link, self._pools)
@@ -112,7 +114,7 @@ class EncoderRoom:
                 prepared[key_of(image)] = await loop.run_in_executor(
                     self._threads, self._prepare, payload, image
                 )
-        return await asyncio.wrap_future(self.engine.submit(job, prepared))
+        return await asyncio.wrap_future(self.engine.submit(job, prepared, caller))
 
     def _prepare(self, payload: bytes, image: ImageRef) -> Prepared:
         patches = prepare(payload, image, self._rules)
@@ -143,6 +145,7 @@ class EncoderRoom:
             free_pages=self._arena.free,
             total_pages=self._arena.rows.shape[0],
             suspended=self.engine.loop.failure is not None,
+            leaving=self.room.is_leaving,
             counters=self.tally.snapshot(),
         )
 

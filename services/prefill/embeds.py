@@ -36,7 +36,7 @@ class Pull:
         self._arena, self._start, self._tokens = arena, start, tokens
         self._lock = threading.Lock()
         self._holders = {"request", "read", "thread"}
-        self.future: Future[None] = promise()
+        self.future: Future[None] = promise()  # an error that is not ours ends the engine
 
     @property
     def is_wanted(self) -> bool:
@@ -114,6 +114,8 @@ class EmbedPuller:
             self._release(owner, ticket.nonce, "refused" if refused else "aborted")
             pull.let_go("thread")
             pull.future.set_exception(error)
+        except Exception as fault:  # nobody waits for this thread: the engine must hear of it
+            pull.future.set_exception(fault)
         else:
             self._release(owner, ticket.nonce, "released")
             pull.let_go("thread")

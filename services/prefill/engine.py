@@ -25,6 +25,7 @@ from common.errors import (
     DeadlineExceeded,
     HandoffRefused,
     InvalidRequest,
+    RoomLost,
     ServingError,
 )
 from common.model.batch import StepBatch
@@ -56,23 +57,24 @@ class PrefillEngine:
         self._owner, self._settings, self._tally = owner, settings, tally
         self._works: list[Work] = []  # oldest first; ended ones are removed
         self.loop = EngineLoop("prefill", self._step)
-        self.loop.on_failure = self._fail_all
+        self.loop.on_failure(self._fail_all)
 
     # --- from any thread
 
-    def submit(self, job: PrefillJob) -> Future[CacheTicket]:
-        """Queue a prompt; the future has its ticket or its error."""
-        work = Work(job=job, deadline=time.monotonic() + job.deadline_s)
-        if self.loop.failure is not None:
-            work.future.set_exception(ServingError("the prefill engine stopped"))
-        else:
-            self.loop.post(lambda: self._enqueue(work))
+    def submit(self, job: PrefillJob, caller: str = "") -> Future[CacheTicket]:
+        """Queue a prompt of a router; the future has its ticket or its error."""
+        work = Work(job=job, caller=caller, deadline=time.monotonic() + job.deadline_s)
+        self.loop.post(lambda: self._enqueue(work), work.future.set_exception)
         return work.future
 
     def cancel(self, request: str) -> None:
         """Forget a request wherever it stands."""
         self._owner.abort(request)
         self.loop.post(lambda: self._cancel(request))
+
+    def caller_lost(self, caller: str) -> None:
+        """Compute nothing more for a router that is gone; its tickets end with their leases."""
+        self.loop.post(lambda: self._forget_caller(caller))
 
     def sweep(self) -> None:
         """Expire leases and deadlines; called every half second."""
@@ -153,9 +155,11 @@ class PrefillEngine:
 
     def _pulled(self, work: Work, future: Future[None]) -> None:
         def go_on() -> None:
+            error = future.exception()
+            if error is not None and not isinstance(error, ServingError):
+                raise error  # whether its READ ended is not known: this room ends
             if work.stage != "fetching":
                 return
-            error = future.exception()
             if error is None:
                 work.stage = "running"
             else:
@@ -227,6 +231,10 @@ class PrefillEngine:
             if work.stage != "published":
                 self._end(work, Cancelled(f"request {request} was cancelled"))
 
+    def _forget_caller(self, caller: str) -> None:
+        for work in [w for w in self._works if w.caller == caller and w.stage != "published"]:
+            self._end(work, Cancelled(f"{caller} is gone"))
+
     def _expire(self) -> None:
         now = time.monotonic()
         for work in [w for w in self._works if w.stage != "published" and now > w.deadline]:
@@ -251,4 +259,4 @@ class PrefillEngine:
     def _fail_all(self, error: BaseException) -> None:
         for work in list(self._works):
             if not work.future.done():
-                work.future.set_exception(ServingError(f"the prefill engine stopped: {error}"))
+                work.future.set_exception(RoomLost(f"the prefill engine stopped: {error}"))

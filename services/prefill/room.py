@@ -78,6 +78,7 @@ class PrefillRoom(TextRoom):
         room.on(Cancel, self._cancel)
         room.on(Ping, self.load)
         room.on(Inventory, self.holdings)
+        room.on_lost = self.engine.caller_lost
         room.every_sweep(self.engine.sweep)
         return await self.start(host, self.engine.loop)
 
@@ -103,6 +104,7 @@ class PrefillRoom(TextRoom):
             total_pages=self.memory.pages.total,
             oldest_s=max((now - work.arrived for work in queued), default=0.0),
             suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
+            leaving=self.room.is_leaving,
             counters=self.tally.snapshot(),
         )
 
@@ -122,7 +124,7 @@ class PrefillRoom(TextRoom):
         )
 
     async def _prefill(self, job: PrefillJob, caller: str) -> Message:
-        return await asyncio.wrap_future(self.engine.submit(job))
+        return await asyncio.wrap_future(self.engine.submit(job, caller))
 
     async def _renew(self, message: Renew, caller: str) -> Message:
         if lost := self.owner.renew(message.nonces):

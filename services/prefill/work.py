@@ -24,6 +24,7 @@ class Work:
 
     job: PrefillJob
     deadline: float
+    caller: str = ""  # the router it came from
     future: Future[CacheTicket] = field(default_factory=promise)
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     arrived: float = field(default_factory=time.monotonic)

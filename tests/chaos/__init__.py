@@ -1,0 +1,1 @@
+"""Rooms that die, stop, leave or compute nonsense under real requests."""
