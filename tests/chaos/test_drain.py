@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from router.journey import Journey
-from tests.integration.test_loss import image, question
 from tests.support.fleet import Fleet, exit_code, fleet
 from tests.support.processes import write_settings
+from tests.support.prompts import image, question
 
 ROUTER = {"heartbeat_s": 0.2, "silent_s": 3.0}
 LONG = {"max_tokens": 150, "temperature": 1.0, "seed": 3}

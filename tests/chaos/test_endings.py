@@ -11,8 +11,8 @@ import pytest
 from common.config.settings import Settings
 from router import jobs
 from router.journey import Journey
-from tests.integration.test_loss import image, question
 from tests.support.golden import NANO
+from tests.support.prompts import image, question
 from tests.support.relay import Relay, changed, in_process
 
 ASK = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "n": 2}
