@@ -22,6 +22,7 @@ from router.house import House
 from router.message_routes import MessagePages
 from router.readiness import Readiness
 from router.replies import ChatAnswer, new_head
+from router.response_routes import ResponsePages
 from router.schema.replies import Reply, Usage, encode
 from router.stream import DONE, event, while_connected
 from router.talk import Talk, ignored_headers
@@ -34,12 +35,14 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
     pages = _Pages(desk, house, readiness)
     texts = TextPages(desk, house, readiness)
     messages = MessagePages(desk, house, readiness)
+    responses = ResponsePages(desk, house, readiness)
     app = Starlette(
         routes=[
             Route("/v1/chat/completions", pages.chat, methods=["POST"]),
             Route("/v1/completions", texts.completions, methods=["POST"]),
             Route("/v1/messages", messages.create, methods=["POST"]),
             Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/models", pages.models),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
