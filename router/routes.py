@@ -20,10 +20,11 @@ from router.door import Door
 from router.faults import Fault, describe, fault, on_path
 from router.house import House
 from router.message_routes import MessagePages
+from router.openapi import openapi_page
 from router.readiness import Readiness
 from router.replies import ChatAnswer, new_head
 from router.response_routes import ResponsePages
-from router.schema.replies import Reply, Usage, encode
+from router.schema.replies import ModelOut, ModelsReply, Reply, Usage, encode
 from router.stream import DONE, event, while_connected
 from router.talk import Talk, ignored_headers
 from router.teller import Spent
@@ -46,6 +47,7 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
             Route("/v1/models", pages.models),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
+            Route("/openapi.json", pages.openapi),
             Route("/health", pages.health),
             Route("/ready", pages.ready),
         ],
@@ -76,16 +78,16 @@ class _Pages:
         """What is served."""
         limits = self._desk.limits
         rows = [
-            {
-                "id": name,
-                "object": "model",
-                "created": 0,
-                "owned_by": "baton",
-                "max_model_len": limits.context,
-            }
+            ModelOut(
+                id=name, object="model", created=0, owned_by="baton", max_model_len=limits.context
+            )
             for name in sorted(limits.models)
         ]
-        return JSONResponse({"object": "list", "data": rows})
+        return _json(encode(ModelsReply(object="list", data=rows)))
+
+    async def openapi(self, _: Request) -> Response:
+        """The page that describes all of this."""
+        return _json(openapi_page())
 
     async def chat(self, request: Request) -> Any:
         """`POST /v1/chat/completions`, whole or streamed."""
@@ -102,6 +104,10 @@ class _Pages:
 
     def _demand_ready(self) -> None:
         self._readiness.demand()
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
 
 
 class _ChatTeller:

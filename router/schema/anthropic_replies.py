@@ -153,3 +153,4 @@ class MessageErrorReply(Reply, frozen=True, kw_only=True, tag_field="type", tag=
     """Body of a refused request, and the last event of a stream that broke."""
 
     error: MessageErrorOut
+    request_id: str

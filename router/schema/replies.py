@@ -187,6 +187,29 @@ class DetokenizeReply(Reply, frozen=True, kw_only=True):
     prompt: str
 
 
+class ModelOut(Reply, frozen=True, kw_only=True):
+    """A model that is served. `max_model_len` is its context in tokens."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelsReply(Reply, frozen=True, kw_only=True):
+    """Reply of `/v1/models`."""
+
+    object: str
+    data: list[ModelOut]
+
+
+class HealthReply(Reply, frozen=True, kw_only=True):
+    """Reply of `/health` and `/ready`."""
+
+    status: str
+
+
 class ErrorOut(Reply, frozen=True, kw_only=True):
     """What went wrong."""
 
