@@ -29,22 +29,24 @@ def content(seed: int, words: int) -> torch.Tensor:
 class OtherProcess:
     """The NIXL flavour: a real process that can be stopped, continued and killed."""
 
-    def __init__(self, id: str, *, epoch: int = 1, transports: str = "", words: int = 1 << 16):
+    def __init__(
+        self,
+        id: str,
+        *,
+        epoch: int = 1,
+        transports: str = "",
+        words: int = 1 << 16,
+        before: tuple[str, ...] = (),
+    ):
+        """`before`: a command that runs the producer's command line."""
+        module = [sys.executable, "-m", "tests.support.producer"]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.support.producer",
-                id,
-                str(epoch),
-                transports,
-                str(words),
-            ],
+            [*before, *module, id, str(epoch), transports, str(words)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        self.words = words
+        self.words, self.pid = words, self._process.pid
 
     @cached_property
     def endpoint(self) -> Endpoint:
@@ -55,10 +57,13 @@ class OtherProcess:
 
     def fill(self, seed: int) -> torch.Tensor:
         assert self.endpoint  # it has started
-        self._process.stdin.write(b"fill %d\n" % seed)
-        self._process.stdin.flush()
+        self.write(b"fill %d\n" % seed)
         assert self._line() == "done"
         return content(seed, self.words)
+
+    def write(self, line: bytes) -> None:
+        self._process.stdin.write(line)
+        self._process.stdin.flush()
 
     def stall(self) -> None:
         os.kill(self._process.pid, signal.SIGSTOP)
