@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 
 from common.contract.finish import finish_of
-from common.contract.messages import Sampling, TokenItem, TokenOut
+from common.contract.messages import Refused, Sampling, TokenItem, TokenOut
+from common.contract.refusals import from_refused
 from common.errors import Cancelled, HandoffRefused, RoomLost, ServingError
 from common.observe.metrics import Tally
 from router.account import Account
@@ -54,7 +55,7 @@ class Answer:
         if self._over.is_set() or self.finish[item.choice]:
             return
         if item.finish == "error":
-            return self._end(ServingError(item.error or "decode failed"))
+            return self._end(from_refused(Refused(code=item.code, message=item.error)))
         if item.finish == "cancelled":
             return self._end(RoomLost("the decode replica gave the request up"))
         self.log[item.choice].extend(token.id for token in item.tokens)

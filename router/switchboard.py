@@ -62,7 +62,11 @@ class Switchboard:
 
     def present(self, room: str) -> list[Replica]:
         """Replicas of a room that a new request may be sent to."""
-        return [r for r in self._replicas.values() if r.room == room and not r.is_leaving]
+        return [
+            r
+            for r in self._replicas.values()
+            if r.room == room and not (r.is_leaving or r.wire.closed.is_set())
+        ]
 
     def connected(self) -> list[Replica]:
         """All replicas with a wire, the leaving ones included."""

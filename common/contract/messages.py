@@ -250,7 +250,8 @@ class Accepted(Message, frozen=True, kw_only=True):
 class TokenItem(Message, frozen=True, kw_only=True):
     """One choice's share of a frame.
 
-    `finish`: "" while running, else stop, length, cancelled or error.
+    `finish`: "" while running, else stop, length, cancelled or error; an error has a sentence and
+    its code in `common.errors`.
     """
 
     request: str
@@ -258,6 +259,7 @@ class TokenItem(Message, frozen=True, kw_only=True):
     tokens: tuple[TokenOut, ...] = ()
     finish: str = ""
     error: str = ""
+    code: str = ""
 
 
 class TokenFrame(Message, frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
 
 Release = Callable[[Endpoint, bytes, str], None]
+Plant = Callable[[list[tuple[Held, Choice]], TextMemory], None]
 NOT_OURS = ("nonce", "epoch")  # refusals after which the ticket may still be in another job's READ
 
 
@@ -72,6 +73,7 @@ class DecodeEngine:
         self._running: list[tuple[Held, Choice]] = []
         self._frames = Frames(push)
         self._steps = 0
+        self.plant: Plant | None = None  # a test's: called with a step's shares before it
         self.loop = EngineLoop("decode", self._step)
         self.loop.on_failure(self._fail_all)
 
@@ -213,6 +215,8 @@ class DecodeEngine:
         chosen = plan_step([c for _, c in self._running], max_batch=self._settings.max_batch)
         batch = [(by_choice[id(choice)], choice) for choice in chosen]
         self._steps += 1
+        if self.plant is not None:
+            self.plant(batch, self._memory)
         logits = self._model.forward(
             StepBatch(kind="steps", shares=tuple(share_of(held, c) for held, c in batch)),
             self._memory.tensors,
@@ -236,13 +240,13 @@ class DecodeEngine:
         assert held.job is not None
         if isinstance(token, ServingError):
             self._tally.add("baton_poisoned_total")
-            self._finish(held, choice, "error", str(token))
+            self._finish(held, choice, "error", token)
             return
         choice.tokens.append(token.id)
         choice.counts[token.id] += 1
         finish = finish_of(held.job.sampling, token.id, len(choice.tokens))
         if finish:
-            self._finish(held, choice, finish, "", (token,))
+            self._finish(held, choice, finish, None, (token,))
         else:
             self._frames.add(held, choice, (token,))
 
@@ -251,7 +255,7 @@ class DecodeEngine:
         held: Held,
         choice: Choice,
         finish: str,
-        error: str,
+        error: ServingError | None,
         tokens: tuple[TokenOut, ...] = (),
     ) -> None:
         choice.finish = finish
@@ -290,7 +294,7 @@ class DecodeEngine:
             elif held.stage == "running" and now > held.deadline:
                 late = DeadlineExceeded("the answer was not finished in time")
                 for choice in [c for c in held.choices if not c.finish]:
-                    self._finish(held, choice, "error", str(late))
+                    self._finish(held, choice, "error", late)
         self._frames.flush(self._steps)
 
     def _fail_all(self, error: BaseException) -> None:

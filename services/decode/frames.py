@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from common.contract.messages import TokenFrame, TokenItem, TokenOut
+from common.errors import ServingError
 from services.decode.held import Choice, Held
 
 Push = Callable[[str, TokenFrame], None]  # (caller, frame), from the engine's thread
@@ -25,7 +26,7 @@ class Frames:
         choice: Choice,
         tokens: tuple[TokenOut, ...],
         finish: str = "",
-        error: str = "",
+        error: ServingError | None = None,
     ) -> None:
         """One choice's share."""
         item = TokenItem(
@@ -33,7 +34,8 @@ class Frames:
             choice=choice.index,
             tokens=tokens,
             finish=finish,
-            error=error,
+            error=str(error) if error else "",
+            code=error.code if error else "",
         )
         self._items[held.caller].append(item)
 

@@ -39,6 +39,8 @@ from services.prefill.publish import Finished, publish
 from services.prefill.scheduler import Progress, plan_step
 from services.prefill.work import Work, share_of
 
+Plant = Callable[[list[tuple[Work, int]], TextMemory], None]
+
 
 class PrefillEngine:
     """Prompts in, tickets out."""
@@ -55,6 +57,7 @@ class PrefillEngine:
         """Build the engine; `loop.start()` begins."""
         self._model, self._memory, self._puller = model, memory, puller
         self._owner, self._settings, self._tally = owner, settings, tally
+        self.plant: Plant | None = None  # a test's: called with a step's shares before it
         self._works: list[Work] = []  # oldest first; ended ones are removed
         self.loop = EngineLoop("prefill", self._step)
         self.loop.on_failure(self._fail_all)
@@ -119,6 +122,8 @@ class PrefillEngine:
         chosen = [(w, n) for w, n in zip(running, counts, strict=True) if n]
         for work, _ in chosen:
             self._prepare_canary(work)
+        if self.plant is not None:
+            self.plant(chosen, self._memory)
         logits = self._forward(chosen)
         self._tally.observe("baton_prefill_step_seconds", time.perf_counter() - started)
         self._tally.observe("baton_prefill_step_tokens", float(sum(n for _, n in chosen)))
