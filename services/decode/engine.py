@@ -195,15 +195,10 @@ class DecodeEngine:
         self._running += [(held, choice) for choice in running]
         if not running:
             self._end(held)
-        self._observe(times)
+        times.tell(self._tally)
         held.accepted.set_result(
             Accepted(wait_s=times.wait_s, pull_s=times.pull_s, verify_s=times.verify_s)
         )
-
-    def _observe(self, times: Times) -> None:
-        self._tally.observe("baton_decode_wait_seconds", times.wait_s)
-        self._tally.observe("baton_pull_seconds", times.pull_s)
-        self._tally.observe("baton_verify_seconds", times.verify_s)
 
     # --- in the loop's thread: steps
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from common.contract.messages import DecodeJob
 from common.contract.prefixes import token_hash
 from common.errors import HandoffRefused, ServingError
+from common.observe.metrics import Tally
 from common.ops.digest import Signature
 from common.runtime.identity import Identity
 from common.runtime.memory import TextMemory
@@ -32,6 +33,12 @@ class Times:
     wait_s: float
     pull_s: float
     verify_s: float
+
+    def tell(self, tally: Tally) -> None:
+        """Count them."""
+        tally.observe("baton_decode_wait_seconds", self.wait_s)
+        tally.observe("baton_pull_seconds", self.pull_s)
+        tally.observe("baton_verify_seconds", self.verify_s)
 
 
 class Intake:
