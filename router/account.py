@@ -6,31 +6,52 @@ Knows times and counts of a request, never its words.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
+from collections.abc import Iterator
 
+from common.config.settings import ObjectiveSettings
 from common.contract.messages import Accepted, Seal
-from common.observe.logs import note
+from common.observe.logs import client_id, note
 from common.observe.metrics import Tally
+from router.jobs import Task
+from router.recent import Part, Past, Recent
 
 _log = logging.getLogger("baton.requests")
+GOOD = ("stop", "length", "tool_calls")  # outcomes that may count towards the objective
 
 
 class Account:
     """Moments of one request on the event loop's clock, in seconds."""
 
-    def __init__(self, tally: Tally, *, is_probe: bool) -> None:
+    def __init__(
+        self, task: Task, tally: Tally, recent: Recent, objective: ObjectiveSettings
+    ) -> None:
         """Starts the clock. Probes are left out of the counters of requests."""
-        self._tally, self._is_probe = tally, is_probe
-        self._began = self._now()
+        self._task, self._tally, self._recent = task, tally, recent
+        self._objective = objective
+        self._began, self._began_unix = self._now(), time.time()
+        self._client = client_id.get()
         self._first: float | None = None
         self._tokens = 0
         self.cached_tokens = 0  # of the prompt, spared by prefill's cache
         self.admission_s = 0.0
+        self._parts: list[Part] = []
         self._stages: dict[str, float] = {}  # what rooms said of waiting, computing, pulling
 
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A stretch of the way, whether it is passed or ends in an error."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._note(name, began - self._began, self._now() - began)
 
     def admitted(self) -> None:
         """A reservation was granted; after a stumble, another one."""
@@ -42,45 +63,96 @@ class Account:
         if self._first is None and tokens:
             self._first = self._now()
 
-    def prefilled(self, seal: Seal) -> None:
+    def prefilled(self, seal: Seal, replica: str) -> None:
         """Prefill tells its own times; what its cache spared counts the first time only."""
         if "prefill_s" not in self._stages:
             self.cached_tokens = seal.cached_tokens
+        self._told("prefill", replica, prefill_wait=seal.wait_s, compute=seal.compute_s)
         self._stages |= {"prefill_wait_s": seal.wait_s, "prefill_s": seal.compute_s}
 
-    def accepted(self, reply: Accepted) -> None:
+    def accepted(self, reply: Accepted, replica: str) -> None:
         """Decode tells how long the hand-off took."""
-        self._stages |= {
-            "decode_wait_s": reply.wait_s,
-            "pull_s": reply.pull_s,
-            "verify_s": reply.verify_s,
-        }
+        told = {"decode_wait": reply.wait_s, "pull": reply.pull_s, "verify": reply.verify_s}
+        self._told("hand_off", replica, **told)
+        self._stages |= {f"{name}_s": seconds for name, seconds in told.items()}
 
-    def close(self, outcome: str, *, prompt_tokens: int) -> None:
+    def close(self, outcome: str) -> None:
         """The end: `outcome` is a finish reason or the code of an error."""
-        if self._is_probe:
+        if self._task.probe:
             return
-        tally, end = self._tally, self._now()
-        tally.add("baton_requests_total", outcome=outcome)
-        tally.add("baton_prompt_tokens_total", prompt_tokens)
-        tally.add("baton_completion_tokens_total", self._tokens)
-        tally.observe("baton_request_seconds", end - self._began)
-        tally.observe("baton_admission_wait_seconds", self.admission_s)
-        fields = {"admission_s": round(self.admission_s, 5)}
-        if self._first is not None:
-            fields["first_token_s"] = round(self._first - self._began, 5)
-            tally.observe("baton_first_token_seconds", self._first - self._began)
-            if self._tokens > 1:
-                pace = (end - self._first) / (self._tokens - 1)
-                tally.observe("baton_next_token_seconds", pace)
+        end = self._now()
+        total_s, prompt = end - self._began, len(self._task.token_ids)
+        first_s = None if self._first is None else self._first - self._began
+        pace_s = None
+        if self._first is not None and self._tokens > 1:
+            pace_s = (end - self._first) / (self._tokens - 1)
+        self._count(outcome, total_s, first_s, pace_s)
+        times = self._stages if first_s is None else {"first_token_s": first_s} | self._stages
         note(
             _log,
             logging.INFO,
             "request ended",
             outcome=outcome,
-            prompt_tokens=prompt_tokens,
+            prompt_tokens=prompt,
             completion_tokens=self._tokens,
-            total_s=round(end - self._began, 5),
-            **fields,
-            **{key: round(value, 5) for key, value in self._stages.items()},
+            total_s=round(total_s, 5),
+            admission_s=round(self.admission_s, 5),
+            **{key: round(value, 5) for key, value in times.items()},
         )
+        self._recent.add(
+            Past(
+                request=self._task.request,
+                client=self._client,
+                trace=self._task.trace,
+                outcome=outcome,
+                began=self._began_unix,
+                total_s=total_s,
+                first_token_s=first_s,
+                prompt_tokens=prompt,
+                completion_tokens=self._tokens,
+                parts=tuple(sorted(self._parts, key=lambda part: (part.at_s, part.within))),
+            )
+        )
+
+    def _count(
+        self, outcome: str, total_s: float, first_s: float | None, pace_s: float | None
+    ) -> None:
+        tally = self._tally
+        tally.add("baton_requests_total", outcome=outcome)
+        tally.add("baton_prompt_tokens_total", len(self._task.token_ids))
+        tally.add("baton_prefix_tokens_total", self.cached_tokens)
+        tally.add("baton_completion_tokens_total", self._tokens)
+        tally.observe("baton_request_seconds", total_s)
+        tally.observe("baton_admission_wait_seconds", self.admission_s)
+        if first_s is not None:
+            tally.observe("baton_first_token_seconds", first_s)
+            for name, seconds in self._first_token_parts():
+                tally.observe("baton_first_token_part_seconds", seconds, part=name)
+        if pace_s is not None:
+            tally.observe("baton_next_token_seconds", pace_s)
+        good = outcome in GOOD and first_s is not None and first_s <= self._objective.first_token_s
+        tally.add(
+            "baton_good_requests_total",
+            float(good and (pace_s is None or pace_s <= self._objective.next_token_s)),
+        )
+
+    def _first_token_parts(self) -> list[tuple[str, float]]:
+        encode = [part.long_s for part in self._parts if part.name == "encode"]
+        return [
+            ("admission", self.admission_s),
+            *([("encode", sum(encode))] if encode else []),
+            ("prefill_wait", self._stages.get("prefill_wait_s", 0.0)),
+            ("prefill", self._stages.get("prefill_s", 0.0)),
+        ]
+
+    def _told(self, within: str, replica: str, **seconds: float) -> None:
+        """Parts that a room told of when it answered: they end now, one after the other."""
+        at = self._now() - self._began - sum(seconds.values())
+        for name, long in seconds.items():
+            self._parts.append(
+                Part(name=name, at_s=max(0.0, at), long_s=long, replica=replica, within=within)
+            )
+            at += long
+
+    def _note(self, name: str, at_s: float, long_s: float) -> None:
+        self._parts.append(Part(name=name, at_s=at_s, long_s=long_s))

@@ -16,6 +16,7 @@ from starlette.routing import Route
 from common.contract.messages import Holdings, Inventory
 from common.errors import ServingError
 from common.observe.metrics import render
+from common.observe.process import resident_bytes
 from router.house import House
 from router.readiness import Readiness
 from router.replica import Replica
@@ -74,6 +75,10 @@ def metrics_text(house: House, readiness: Readiness) -> str:
     tally = house.tally
     prefills, decodes = house.seen("prefill")[0], house.seen("decode")[0]
     tally.set("baton_admission_queued", len(house.admission))
+    tally.set("baton_admission_oldest_seconds", house.admission.oldest_s)
+    tally.set("baton_resident_bytes", float(resident_bytes()))
+    for stage in ("encoder", "prefill", "decode"):
+        tally.set("baton_replicas", float(len(house.board.present(stage))), stage=stage)
     tally.set("baton_requests_running", house.running)
     tally.set("baton_pairs_ready", house.pairs.count_usable(prefills, decodes))
     tally.set("baton_ready", float(readiness.is_ready))

@@ -29,10 +29,18 @@ class Admission:
         self._wait_s = settings.queue_wait_s
         self._bell = bell
         self._queue: deque[asyncio.Event] = deque()
+        self._since: dict[asyncio.Event, float] = {}
 
     def __len__(self) -> int:
         """How many wait."""
         return len(self._queue)
+
+    @property
+    def oldest_s(self) -> float:
+        """Seconds that the one who waits longest has waited."""
+        if not self._since:
+            return 0.0
+        return asyncio.get_running_loop().time() - min(self._since.values())
 
     async def enter(self, attempt: Callable[[], Awaitable[T | None]], *, urgent: bool = False) -> T:
         """Repeat `attempt` until it gives something, in turn with others.
@@ -58,6 +66,7 @@ class Admission:
 
     async def _wait(self, attempt: Callable[[], Awaitable[T | None]], urgent: bool) -> T:
         turn = asyncio.Event()
+        self._since[turn] = asyncio.get_running_loop().time()
         if urgent:
             self._queue.appendleft(turn)
         else:
@@ -66,6 +75,7 @@ class Admission:
             return await self._at_the_head(turn, attempt)
         finally:
             self._queue.remove(turn)
+            del self._since[turn]
             if self._queue:
                 self._queue[0].set()
 

@@ -77,16 +77,24 @@ class Flow:
         """One way through the rooms; a second one begins at the reservation that still stands."""
         self._is_accepted = False
         self.answer.begin()
-        decode, reservation = self._seat or await self._reserve()
-        embeds = await self._encode() if self.task.images else None
-        ticket, prefill = await self._prefill(embeds, decode)
+        part = self.account.part
+        with part("wait"):
+            decode, reservation = self._seat or await self._reserve()
+        embeds = None
+        if self.task.images:
+            with part("encode"):
+                embeds = await self._encode()
+        with part("prefill"):
+            ticket, prefill = await self._prefill(embeds, decode)
         forced = self.answer.greet(ticket.seal.first)
         if self.answer.is_complete:  # the first tokens were the last ones
             await self._ledger.release(prefill, self._name, ticket.offer.nonce)
             await self._ledger.release(decode, self._seat_name, reservation.id)
             return
-        await self._hand_off((ticket, prefill), (decode, reservation), forced)
-        await self.answer.until_over()
+        with part("hand_off"):
+            await self._hand_off((ticket, prefill), (decode, reservation), forced)
+        with part("decode"):
+            await self.answer.until_over()
         self._ledger.settle(decode, self._seat_name)
 
     def _leave_seat(self) -> None:
@@ -155,7 +163,7 @@ class Flow:
         if embeds:
             self._ledger.settle(embeds[1], self._name)
         self._ledger.hold(prefill, ticket.offer.nonce)
-        self.account.prefilled(ticket.seal)
+        self.account.prefilled(ticket.seal, prefill.id)
         return ticket, prefill
 
     async def _hand_off(
@@ -169,7 +177,8 @@ class Flow:
         signed = (sealed, prefill.endpoint)
         job = jobs.decode(self.task, name, reservation.id, signed, forced, self._ledger.left_s())
         decode.followers[name] = self.answer
-        self.account.accepted(expect(await self._ledger.ask(decode, name, job), Accepted))
+        accepted = expect(await self._ledger.ask(decode, name, job), Accepted)
+        self.account.accepted(accepted, decode.id)
         self._is_accepted = True
         self._ledger.let_lapse()
         self._ledger.settle(prefill, self._name)

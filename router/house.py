@@ -17,6 +17,7 @@ from router.bell import Bell
 from router.leases import Leases
 from router.pairs import Pairs
 from router.placement import Candidate
+from router.recent import Recent
 from router.replica import Replica
 from router.switchboard import SeatTable, Switchboard
 
@@ -36,6 +37,7 @@ class House:
         self.leases = Leases(settings.transfer.renew_s)
         self.pairs = Pairs()
         self.tally = Tally()
+        self.recent = Recent()
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
 

@@ -29,7 +29,7 @@ class Journey:
     def __init__(self, task: Task, house: House) -> None:
         """Nothing runs yet."""
         self._task, self._house = task, house
-        self.account = Account(house.tally, is_probe=task.probe)
+        self.account = Account(task, house.tally, house.recent, house.settings.objective)
         self.answer = Answer(task.sampling, self.account, house.tally)
         self._ledger = Ledger(house, task.deadline)
         self._error: ServingError | None = Cancelled("the client left")  # until it arrives
@@ -101,4 +101,4 @@ class Journey:
         self.answer.outbox.close(self._error)
         self._ledger.free()
         outcome = self._error.code if self._error else self.answer.finish[0] or "stop"
-        self.account.close(outcome, prompt_tokens=len(self._task.token_ids))
+        self.account.close(outcome)

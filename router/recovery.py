@@ -73,7 +73,7 @@ class Recovery:
             raise RoomLost(f"{lost}; two {dead.room} replicas were lost under this request")
         if self._deaths.total() > self._replays:
             raise lost
-        self._tally.add("baton_replays_total", room=dead.room)
+        self._tally.add("baton_replays_total", died=dead.room)
         return dead.room
 
 

@@ -168,6 +168,19 @@ class TransferSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveSettings:
+    """The [objective] table: what a good answer is; goodput and scaling are measured by it."""
+
+    first_token_s: float = 2.0
+    next_token_s: float = 0.2  # mean of a request
+
+    def __post_init__(self) -> None:
+        _positive(
+            "objective", {"first_token_s": self.first_token_s, "next_token_s": self.next_token_s}
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TestingSettings:
     """The [testing] table: hooks that refuse any bind but loopback."""
 
@@ -189,6 +202,7 @@ class Settings:
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)
     transfer: TransferSettings = field(default_factory=TransferSettings)
+    objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     testing: TestingSettings = field(default_factory=TestingSettings)
 
     def __post_init__(self) -> None:

@@ -66,14 +66,20 @@ _ALL = (
     _gauge("baton_requests_running", "requests", "router", "How many are between door and end?"),
     _gauge("baton_admission_queued", "requests", "router", "How many wait for a reservation?"),
     _seconds("baton_admission_wait_seconds", "router", "How long do they wait for it?"),
+    _gauge("baton_admission_oldest_seconds", "seconds", "router", "How long does the first wait?"),
     _seconds("baton_first_token_seconds", "router", "What does a reader wait before the answer?"),
+    _seconds(
+        "baton_first_token_part_seconds", "router", "Where does the first token's time go?", "part"
+    ),  # admission, encode, prefill_wait, prefill; the rest is the wire and the router
     _seconds("baton_next_token_seconds", "router", "How fast does the answer come after that?"),
     _seconds("baton_request_seconds", "router", "How long does a request take in all?"),
+    _counter("baton_good_requests_total", "requests", "router", "How many met the objective?"),
     _counter("baton_prompt_tokens_total", "tokens", "router", "How much is asked?"),
     _counter("baton_completion_tokens_total", "tokens", "router", "How much is answered?"),
+    _counter("baton_prefix_tokens_total", "tokens", "router", "How much came from a cache?"),
     _counter("baton_reprefills_total", "requests", "router", "How often is a hand-off made again?"),
     _counter(
-        "baton_replays_total", "requests", "router", "How often does a death cost a replay?", "room"
+        "baton_replays_total", "requests", "router", "How often does a death cost a replay?", "died"
     ),
     _counter("baton_slow_readers_total", "requests", "router", "Who was dropped for not reading?"),
     _counter("baton_probes_total", "probes", "router", "Do pairs of rooms agree?", "outcome"),
@@ -95,9 +101,10 @@ _ALL = (
     _counter("baton_image_hits_total", "images", "encoder", "How many came from the cache?"),
     _seconds("baton_encode_seconds", "encoder", "What does a batch of images cost?"),
     _counts("baton_encode_patches", "patches", "encoder", "How full is a pass of the tower?"),
+    _gauge("baton_embeddings_held", "images", "encoder", "How many wait for their reader?"),
+    _gauge("baton_embeddings_cached", "images", "encoder", "How many are only kept?"),
     # prefill
     _counter("baton_prefill_tokens_total", "tokens", "prefill", "How much prompt was computed?"),
-    _counter("baton_prefix_tokens_total", "tokens", "prefill", "How much came from the cache?"),
     _seconds("baton_prefill_wait_seconds", "prefill", "How long does a job wait for a step?"),
     _seconds("baton_prefill_seconds", "prefill", "How long does a prompt take?"),
     _seconds("baton_prefill_step_seconds", "prefill", "How long does one step take?"),
@@ -114,6 +121,9 @@ _ALL = (
     _seconds("baton_verify_seconds", "transfer", "How long do digests take?"),
     _counter("baton_pulled_bytes_total", "bytes", "transfer", "How much was moved?"),
     _counter(
+        "baton_transfer_errors_total", "transfers", "transfer", "How do READs fail?", "code"
+    ),  # the error's code: lost peer, deadline, cancel
+    _counter(
         "baton_handoffs_refused_total", "tickets", "transfer", "What was not as signed?", "part"
     ),  # without the layer
     _counter("baton_tickets_total", "tickets", "transfer", "How do tickets end?", "outcome"),
@@ -122,6 +132,8 @@ _ALL = (
     _counter("baton_poisoned_total", "requests", "any", "How often was a value not finite?"),
     _counter("baton_cancelled_total", "requests", "any", "How often did the reader leave?"),
     _gauge("baton_resident_bytes", "bytes", "any", "How much memory does the process hold?"),
+    # scaling
+    _gauge("baton_replicas", "replicas", "scaling", "How many replicas answer?", "stage"),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}

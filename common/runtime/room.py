@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TypeVar
 
 from common.contract.messages import AnyMessage, Done, Endpoint, Message, Release, Renew
@@ -150,15 +148,6 @@ def describe(
         model_print=identity.model_print,
         layout_print=identity.layout_print,
     )
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process, 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, IndexError, ValueError):
-        return 0
-    return pages * resource.getpagesize()
 
 
 class Peers:

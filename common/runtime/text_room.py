@@ -13,13 +13,14 @@ from common.contract.protocol import lease_left
 from common.contract.regions import PoolInfo
 from common.errors import Cancelled
 from common.observe.metrics import Tally
+from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
 from common.runtime.loaded import load_text
 from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
-from common.runtime.room import Room, describe, resident_bytes
+from common.runtime.room import Room, describe
+from common.transfer.measured import MeasuredReceiver
 from common.transfer.nixl import NixlLink
-from common.transfer.receiver import Receiver
 
 CANCEL_S = 0.1  # how soon a wait for another room notices a cancel
 
@@ -49,8 +50,9 @@ class TextRoom:
             loaded.spec.text, slots=slots, pages=pages, dtype=loaded.dtype, device=loaded.device
         )
         self.pools: tuple[PoolInfo, ...] = self.memory.register(self.link)
-        self.receiver = Receiver(
+        self.receiver = MeasuredReceiver(
             self.link,
+            self.tally,
             quarantine_bound=transfer.quarantine_bound,
             verifying=settings.testing.verify,
         )

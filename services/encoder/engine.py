@@ -43,6 +43,7 @@ class Wanted:
     job: EncodeJob
     deadline: float
     caller: str = ""  # the router it came from
+    arrived: float = field(default_factory=time.monotonic)
     future: Future[Reply] = field(default_factory=promise)
     entries: dict[bytes, Entry] = field(default_factory=dict)  # held
     ended: bool = False
@@ -104,6 +105,11 @@ class EncoderEngine:
         """(images queued, requests waiting, entries held by requests, entries only cached)."""
         held, cached = self._cache.counts()
         return len(self._queue), len(self._waiting), held, cached
+
+    def oldest_s(self) -> float:
+        """Seconds the oldest request has waited for its images."""
+        now = time.monotonic()
+        return max((now - wanted.arrived for wanted in list(self._waiting)), default=0.0)
 
     # --- in the loop's thread
 

@@ -27,9 +27,10 @@ from common.contract.messages import (
 )
 from common.errors import ConfigError, HandoffRefused
 from common.observe.metrics import Tally
+from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
 from common.runtime.loaded import load_facts
-from common.runtime.room import Room, describe, resident_bytes
+from common.runtime.room import Room, describe
 from common.transfer.nixl import NixlLink
 from common.transfer.owner import Owner
 from common.weights import load_vision
@@ -135,7 +136,9 @@ class EncoderRoom:
 
     async def load(self, message: Ping, caller: str) -> Load:
         """How busy this replica is."""
-        queued, waiting, _, _ = self.engine.counts()
+        queued, waiting, held, cached = self.engine.counts()
+        self.tally.set("baton_embeddings_held", float(held))
+        self.tally.set("baton_embeddings_cached", float(cached))
         self.tally.set("baton_tickets_held", float(self.owner.held()))
         self.tally.set("baton_resident_bytes", float(resident_bytes()))
         return Load(
@@ -144,6 +147,7 @@ class EncoderRoom:
             running=waiting,
             free_pages=self._arena.free,
             total_pages=self._arena.rows.shape[0],
+            oldest_s=self.engine.oldest_s(),
             suspended=self.engine.loop.failure is not None,
             leaving=self.room.is_leaving,
             counters=self.tally.snapshot(),

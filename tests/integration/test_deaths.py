@@ -62,7 +62,7 @@ async def test_an_answer_whose_decode_is_lost_continues_token_for_token(tmp_path
         got = await asyncio.wait_for(disturbed(line, running, number, (10,)), 60)
         assert got == [whole.ids(0), whole.ids(1)]
         assert len(line.house.seen("decode")[0]) == 1
-        assert line.house.tally.snapshot()['baton_replays_total{room="decode"}'] == 1
+        assert line.house.tally.snapshot()['baton_replays_total{died="decode"}'] == 1
         await line.nothing_left()
 
 

@@ -1,0 +1,51 @@
+"""A receiver that counts: seconds of READs and digests, bytes moved, and how READs fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from common.contract.messages import Endpoint
+from common.errors import ServingError
+from common.observe.metrics import Tally
+from common.ops.digest import Signature
+from common.transfer.link import Link, Pair
+from common.transfer.receiver import Receiver
+
+
+class MeasuredReceiver(Receiver):
+    """The same promises, told to a tally."""
+
+    def __init__(
+        self, link: Link, tally: Tally, *, quarantine_bound: int, verifying: bool = True
+    ) -> None:
+        """`tally` is the room's."""
+        super().__init__(link, quarantine_bound=quarantine_bound, verifying=verifying)
+        self._tally = tally
+
+    def fetch(
+        self,
+        peer: Endpoint,
+        pairs: Sequence[Pair],
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+        on_free: Callable[[], None],
+    ) -> None:
+        """As `Receiver.fetch`; a READ that did not complete counts as an error, by its code."""
+        started = time.perf_counter()
+        try:
+            super().fetch(peer, pairs, deadline_s, cancelled, on_free)
+        except ServingError as error:
+            self._tally.add("baton_transfer_errors_total", code=error.code)
+            raise
+        self._tally.observe("baton_pull_seconds", time.perf_counter() - started)
+        moved = sum(local.size for local, _ in pairs)
+        self._tally.add("baton_pulled_bytes_total", float(moved))
+
+    def verify(self, signed: Mapping[str, int], measure: Callable[[], Signature]) -> None:
+        """As `Receiver.verify`; timed whether it passes or not."""
+        started = time.perf_counter()
+        try:
+            super().verify(signed, measure)
+        finally:
+            self._tally.observe("baton_verify_seconds", time.perf_counter() - started)
