@@ -14,20 +14,63 @@ from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
-from common.config.loading import as_tables, load_settings
-from common.config.settings import Settings
+from common.config.loading import as_tables, load_settings, parse_settings
+from common.config.settings import ScalingSettings, Settings
 from router.app import RouterReplica
 from services.decode.app import Decode
 from services.encoder.app import Encoder
 from services.prefill.app import Prefill
 
+POLICY = "services.scaling_hook:JointPolicy"
 SEATING = "router.discovery.PinRouter"
 MANY = 100_000  # admission is the router's own; Serve must never refuse a control call
 
 
-def builder(args: dict[str, str]) -> Application:
-    """Build from the `args` of a Serve config file: `settings` names the deployment file."""
+def builder(args: dict[str, Any]) -> Application:
+    """Build from the `args` of a Serve config file.
+
+    `settings` names the deployment file; `tables` are its tables instead.
+    """
+    if "tables" in args:
+        return compose(parse_settings(args["tables"], source="the application's tables"))
     return compose(load_settings(Path(args["settings"])))
+
+
+def document(settings: Settings) -> dict[str, Any]:
+    """The Serve config file of these settings, whose policy scales the stages together.
+
+    Only a document can name a policy for the whole application; `serve.run` has no such argument.
+    """
+    tables = as_tables(settings)
+    return {
+        "proxy_location": "Disabled",
+        "applications": [
+            {
+                "name": "baton",
+                "route_prefix": None,
+                "import_path": "services.app:builder",
+                "args": {"tables": tables},
+                "autoscaling_policy": {
+                    "policy_function": POLICY,
+                    "policy_kwargs": {"tables": {k: tables[k] for k in ("scaling", "server")}},
+                },
+            }
+        ],
+    }
+
+
+def deploy(settings: Settings) -> None:
+    """Run the application on the Ray this process is connected to."""
+    if not settings.scaling.enabled:
+        serve.run(compose(settings), name="baton", route_prefix=None)
+        return
+    # Without a dashboard nobody takes a document; this is what its endpoint calls.
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    client = _get_global_client()
+    assert client is not None, "Serve was started just now"
+    client.deploy_apps(ServeDeploySchema.model_validate(document(settings)), _blocking=True)
 
 
 def compose(settings: Settings) -> Application:
@@ -57,7 +100,7 @@ def compose(settings: Settings) -> Application:
 def _room(kind: type, replicas: int, settings: Settings) -> Deployment:
     on_gpu = settings.model.device.startswith("cuda")
     deployment: Deployment = serve.deployment(
-        num_replicas=replicas,
+        **_replicas(kind.__name__.lower(), replicas, settings.scaling),
         ray_actor_options={"num_cpus": 0.5, "num_gpus": 1 if on_gpu else 0},
         request_router_config=RequestRouterConfig(
             request_router_class=SEATING  # type: ignore[arg-type]  # its validator takes a path
@@ -65,6 +108,24 @@ def _room(kind: type, replicas: int, settings: Settings) -> Deployment:
         **_common(settings),
     )(kind)
     return deployment
+
+
+def _replicas(stage: str, replicas: int, scaling: ScalingSettings) -> dict[str, Any]:
+    """How many; with a policy, its own patience is the only one, so Serve's delays are off."""
+    if not scaling.enabled:
+        return {"num_replicas": replicas}
+    least, most = getattr(scaling, f"{stage}_min"), getattr(scaling, f"{stage}_max")
+    return {
+        "autoscaling_config": {
+            "min_replicas": least,
+            "max_replicas": most,
+            "initial_replicas": min(max(replicas, least), most),
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": 0.0,
+            "metrics_interval_s": 1.0,
+            "look_back_period_s": 2.0,  # the rooms' figures are means already
+        }
+    }
 
 
 def _common(settings: Settings) -> dict[str, Any]:

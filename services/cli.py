@@ -70,10 +70,12 @@ def run_server(settings: Settings) -> int:
     _stop_on_signals(stopping)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    # Read when Serve starts: figures for scaling arrive every second, not every ten.
+    os.environ.setdefault("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
     import ray
     from ray import serve
 
-    from services.app import compose
+    from services.app import deploy
 
     started = time.monotonic()
     ray.init(
@@ -86,7 +88,7 @@ def run_server(settings: Settings) -> int:
     _stop_on_signals(stopping)  # Ray put its own handlers in place
     try:
         serve.start(proxy_location="Disabled")
-        serve.run(compose(settings), name="baton", route_prefix=None)
+        deploy(settings)
         url = f"http://{settings.server.host}:{settings.server.port}"
         if _wait_ready(url, stopping):
             seconds = time.monotonic() - started

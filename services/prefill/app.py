@@ -23,4 +23,5 @@ class Prefill(RoomReplica):
             lambda: PrefillRoom(settings, secret=secret, replica=replica),
             settings.server.room_host or str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
             settings.server.drain_s,
+            settings.scaling.window_s,
         )
