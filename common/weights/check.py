@@ -110,5 +110,5 @@ class _Tally:
                 room=self._room,
                 rank=rank,
                 tensors=tensors + own[0],
-                bytes=whole + cut // self._ranks.tensor + own[1],
+                bytes=whole + (cut + own[1]) // self._ranks.tensor,
             )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from common.weights.shares import Cut
+
 Fill = Callable[[Tensor, Tensor], None]  # destination, source as in the checkpoint
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -32,11 +34,13 @@ def multiply(into: Tensor, source: Tensor) -> None:
 class Place:
     """Where one tensor, or one tensor of every expert, goes."""
 
-    dest: Tensor  # with a leading expert axis where `experts` is positive
+    dest: Tensor  # what is filled; with a leading expert axis where `experts` is positive
     shapes: tuple[tuple[int, ...], ...]  # the shapes it may have in the checkpoint
     kind: str  # "model", "float" (the model's dtype or fp32), "u8"
     fill: Fill = copy
-    experts: int = 0
+    experts: int = 0  # in the checkpoint
+    cut: Cut | None = None  # the part that is read; None: all
+    owned: tuple[int, ...] = ()  # experts by their row of `dest`; those of other ranks are not read
 
 
 @dataclass(slots=True)
@@ -48,11 +52,13 @@ class Shelf:
 
     dtype: torch.dtype
     device: torch.device
+    is_padded: bool = False  # a rank's cuts may be shorter than their memory: start from zeros
     places: dict[str, Place] = field(default_factory=dict)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory that the checkpoint will fill completely."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        """Memory that the checkpoint will fill, completely unless the shelf is padded."""
+        make = torch.zeros if self.is_padded else torch.empty
+        return make(shape, dtype=dtype or self.dtype, device=self.device)
 
     def put(
         self,
@@ -63,18 +69,36 @@ class Shelf:
         kind: str = "model",
         fill: Fill = copy,
         experts: int = 0,
+        cut: Cut | None = None,
+        owned: tuple[int, ...] = (),
     ) -> Tensor:
-        """Say that `name` goes to `dest`; without `shapes` it has the shape of `dest`."""
-        own = tuple(dest.shape[1:] if experts else dest.shape)
+        """Say that `name` goes to `dest`.
+
+        Without `shapes` it has the shape of `dest` in the checkpoint, along `cut` that of the
+        whole. A cut shorter than `dest` fills its beginning.
+        """
+        own = list(dest.shape[1:] if experts else dest.shape)
+        inside = dest
+        if cut is not None and shapes is None:
+            own[cut.dim] = cut.total
+            inside = dest.narrow(cut.dim + bool(experts), 0, cut.stop - cut.start)
         self.places[name] = Place(
-            dest=dest, shapes=shapes or (own,), kind=kind, fill=fill, experts=experts
+            dest=inside,
+            shapes=shapes or (tuple(own),),
+            kind=kind,
+            fill=fill,
+            experts=experts,
+            cut=cut,
+            owned=owned,
         )
         return dest
 
-    def new(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def new(
+        self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None
+    ) -> Tensor:
         """Allocate a tensor of its own for `name`."""
         kind = "float" if dtype is not None else "model"
-        return self.put(name, self.empty(*shape, dtype=dtype), kind=kind)
+        return self.put(name, self.empty(*shape, dtype=dtype), kind=kind, cut=cut)
 
 
 def star(name: str) -> tuple[str, int]:
