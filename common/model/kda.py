@@ -32,7 +32,7 @@ def mix(x: Tensor, w: KdaWeights, spec: KdaSpec, layer: int, run: Run) -> Tensor
     triple = raw.unflatten(-1, (3, heads, dim))
     out = _absorb(triple, decay, beta, w, layer, run)
     normed = run.ops.gated_rms_norm(out, gate.unflatten(-1, (heads, dim)), w.o_norm, NORM_EPS)
-    return run.linear(normed.flatten(1), w.out)
+    return run.reduce(run.linear(normed.flatten(1), w.out))
 
 
 def _absorb(

@@ -29,7 +29,7 @@ def mix(x: Tensor, w: MlaWeights, spec: MlaSpec, eps: float, layer: int, run: Ru
     out = _attend(q, entry, w, spec, layer, run).flatten(1)
     if spec.output_gate:
         out = out * torch.sigmoid(gate)
-    return run.linear(out, w.out)
+    return run.reduce(run.linear(out, w.out))
 
 
 def _attend(q: Tensor, entry: Tensor, w: MlaWeights, spec: MlaSpec, layer: int, run: Run) -> Tensor:

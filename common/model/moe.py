@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.config.spec import TextSpec
+from common.config.spec import CHUNK, TextSpec
 from common.model.run import Run
 from common.ops.act import Activation
+from common.parallel.team import Compute
 from common.weights.tree import MlpWeights, MoeWeights
 
 
@@ -20,12 +21,17 @@ def activation_of(spec: TextSpec) -> Activation:
 
 
 def feed_forward(
-    x: Tensor, w: MlpWeights | MoeWeights, spec: TextSpec, act: Activation, run: Run
+    x: Tensor,
+    w: MlpWeights | MoeWeights,
+    spec: TextSpec,
+    act: Activation,
+    run: Run,
+    layer: int = 0,
 ) -> Tensor:
-    """x [rows, D] already normed -> [rows, D]."""
+    """x [rows, D] already normed -> [rows, D]. `layer` counts MoE layers, for their statistics."""
     if isinstance(w, MlpWeights):
-        return _dense(x, w, act, run)
-    return _mixture(x, w, spec, act, run)
+        return run.reduce(_dense(x, w, act, run))
+    return _mixture(x, w, spec, act, run, layer)
 
 
 def router_logits(x: Tensor, w: MoeWeights, run: Run) -> Tensor:
@@ -33,11 +39,22 @@ def router_logits(x: Tensor, w: MoeWeights, run: Run) -> Tensor:
     return run.linear(x.float(), w.router)
 
 
+def idle(w: MoeWeights, width: int, spec: TextSpec, act: Activation, run: Run) -> None:
+    """Compute for other ranks' rows in a pass that has none here; `width` is the experts' input."""
+    assert run.team is not None
+    none = w.router.new_zeros(0, spec.moe.top_k)
+    ids = none.to(torch.int64)
+    z = torch.zeros(0, width, dtype=run.memory.latent.dtype, device=none.device)
+    run.team.experts(z, ids, none, ids[:, 0].bool(), _own(w, act, run))
+
+
 def _dense(x: Tensor, w: MlpWeights, act: Activation, run: Run) -> Tensor:
     return run.linear(run.ops.activate(run.linear(x, w.gate_up), act), w.down)
 
 
-def _mixture(x: Tensor, w: MoeWeights, spec: TextSpec, act: Activation, run: Run) -> Tensor:
+def _mixture(
+    x: Tensor, w: MoeWeights, spec: TextSpec, act: Activation, run: Run, layer: int
+) -> Tensor:
     moe = spec.moe
     ids, weights = run.ops.route(
         router_logits(x, w, run),
@@ -49,10 +66,49 @@ def _mixture(x: Tensor, w: MoeWeights, spec: TextSpec, act: Activation, run: Run
         scaling=moe.scaling,
     )
     z = x if w.latent_down is None else run.linear(x, w.latent_down)
-    out: Tensor = run.ops.experts(z, ids, weights, w.experts, act, run.tile)
+    out = _routed(z, ids, weights, w, act, run, layer)
+    shared = None if w.shared is None else _dense(x, w.shared, act, run)
+    if run.team is not None:
+        # Before the norm: the routed sum is whole only now. One reduction serves both sums.
+        both = out if shared is None else torch.cat([out, shared], -1)
+        out, shared = run.reduce(both).tensor_split((z.shape[-1],), -1)
+        shared = None if w.shared is None else shared
     if w.latent_norm is not None:
         # After the weighted sum: the norm is not linear.
         out = run.ops.rms_norm(out, w.latent_norm, spec.eps)
     if w.latent_up is not None:
         out = run.linear(out, w.latent_up)
-    return out if w.shared is None else torch.add(out, _dense(x, w.shared, act, run))
+    return out if shared is None else torch.add(out, shared)
+
+
+def _routed(
+    z: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: MoeWeights,
+    act: Activation,
+    run: Run,
+    layer: int,
+) -> Tensor:
+    """The experts' weighted sum [rows, Z]; with a team, this rank's part of it."""
+    if run.team is None:
+        out: Tensor = run.ops.experts(z, ids, weights, w.experts, act, run.tile)
+        return out
+    keep = run.tokens()
+    run.team.count(layer, ids, keep)
+    if run.team.exchange is not None:
+        return run.team.experts(z, ids, weights, keep, _own(w, act, run))
+    whole: Tensor = run.ops.experts(z, ids, weights, w.experts, act, run.tile)
+    return whole
+
+
+def _own(w: MoeWeights, act: Activation, run: Run) -> Compute:
+    # One height for rows from anywhere: their bits must not depend on this rank's own pass.
+    tile = None if run.tile is None else CHUNK
+
+    def compute(rows: Tensor, local: Tensor) -> Tensor:
+        ones = torch.ones(local.shape, device=rows.device)
+        out: Tensor = run.ops.experts(rows, local, ones, w.experts, act, tile)
+        return out
+
+    return compute

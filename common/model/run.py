@@ -17,6 +17,7 @@ from common.model.batch import Memory, Share, StepBatch
 from common.ops.plan import Chunks, Steps
 from common.ops.rows import STEP_TILE
 from common.ops.table import Ops
+from common.parallel.team import Team
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +30,23 @@ class Run:
     tile: int | None
     rows: int  # of the hidden states, padding included
     real: int  # leading rows that a pass of steps has; equals `rows` in a pass of chunks
+    team: Team | None = None  # the ranks that share the weights; None: alone
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [N, K], weight [O, K] -> [N, O]."""
         return self.ops.linear(x, weight, self.tile)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """The sum of what the tensor ranks computed with their cut of a product's inputs."""
+        return x if self.team is None else self.team.tensor.all_reduce(x)
+
+    def tokens(self) -> Tensor:
+        """bool [rows]: which rows are tokens and not padding."""
+        device = self.plan.slots.device
+        if isinstance(self.plan, Steps):
+            return torch.arange(self.rows, device=device) < self.real
+        inside = torch.arange(CHUNK, device=device) < self.plan.lengths.unsqueeze(1)
+        return inside.flatten()
 
     def padded(self, x: Tensor) -> Tensor:
         """Rows of the shares [real, ...] -> rows of the pass [rows, ...]."""
@@ -43,7 +57,13 @@ class Run:
 
 
 def prepare(
-    batch: StepBatch, memory: Memory, ops: Ops, *, exact: bool, device: torch.device
+    batch: StepBatch,
+    memory: Memory,
+    ops: Ops,
+    *,
+    exact: bool,
+    device: torch.device,
+    team: Team | None = None,
 ) -> Run:
     """Check a batch and lay it out.
 
@@ -60,7 +80,15 @@ def prepare(
         rows = -(-len(shares) // STEP_TILE) * STEP_TILE if exact else len(shares)
         steps = Steps(slots=slots, starts=starts, tables=tables)
         tile = STEP_TILE if exact else None
-        return Run(plan=steps, memory=memory, ops=ops, tile=tile, rows=rows, real=len(shares))
+        return Run(
+            plan=steps,
+            memory=memory,
+            ops=ops,
+            tile=tile,
+            rows=rows,
+            real=len(shares),
+            team=team,
+        )
     first, lengths = [0], []
     for share in shares:
         count = len(share.token_ids)
@@ -75,7 +103,15 @@ def prepare(
     )
     rows = len(lengths) * CHUNK
     tile = CHUNK if exact else None
-    return Run(plan=plan, memory=memory, ops=ops, tile=tile, rows=rows, real=rows)
+    return Run(plan=plan, memory=memory, ops=ops, tile=tile, rows=rows, real=rows, team=team)
+
+
+def empty(memory: Memory, ops: Ops, *, exact: bool, team: Team) -> Run:
+    """A pass of no rows, for a rank that only computes for others."""
+    none = torch.zeros(0, dtype=torch.int64, device=memory.latent.device)
+    plan = Steps(slots=none, starts=none, tables=none.view(0, 0))
+    tile = STEP_TILE if exact else None
+    return Run(plan=plan, memory=memory, ops=ops, tile=tile, rows=0, real=0, team=team)
 
 
 def token_rows(batch: StepBatch) -> list[int]:

@@ -16,12 +16,14 @@ from torch import Tensor
 from common.config.spec import TextSpec
 from common.model import kda, mla
 from common.model.batch import Memory, StepBatch
-from common.model.moe import activation_of, feed_forward
+from common.model.moe import activation_of, feed_forward, idle
 from common.model.residual import Blocks, Residual, Stream
-from common.model.run import Run, prepare, token_rows
+from common.model.run import Run, empty, prepare, token_rows
 from common.ops.rows import STEP_TILE
 from common.ops.table import REFERENCE, Ops
-from common.weights.tree import KdaWeights, TextWeights
+from common.parallel.mesh import narrowed
+from common.parallel.team import Team
+from common.weights.tree import KdaWeights, MoeWeights, TextWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,7 @@ class TextModel:
         *,
         ops: Ops = REFERENCE,
         exact: bool = True,
+        team: Team | None = None,
     ) -> None:
         """Bind a checkpoint's weights.
 
@@ -50,8 +53,10 @@ class TextModel:
             weights: what `load_text` returned.
             ops: the bodies chosen for this device.
             exact: multiply in fixed row tiles; False multiplies all rows at once.
+            team: the ranks that share the weights, which are then this rank's; None: alone.
         """
-        self.spec, self.weights = spec, weights
+        self.spec = spec if team is None else narrowed(spec, team.mesh)
+        self.weights, self.team = weights, team
         self._ops, self._exact, self._act = ops, exact, activation_of(spec)
 
     def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
@@ -87,7 +92,14 @@ class TextModel:
         """
         if convention not in ("prefix", "stream"):
             raise ValueError(f"a convention is {convention!r}; it must be 'prefix' or 'stream'")
-        run = prepare(batch, memory, self._ops, exact=self._exact, device=self.weights.embed.device)
+        run = prepare(
+            batch,
+            memory,
+            self._ops,
+            exact=self._exact,
+            device=self.weights.embed.device,
+            team=self.team,
+        )
         self._reset(batch, memory)
         kind = Stream if self.spec.residual_block is None else Blocks
         residual: Residual = kind(self.weights, self.spec, self._ops, self._embed(batch, run))
@@ -100,7 +112,22 @@ class TextModel:
                 state = after() if after else residual.stream_after(layer)
                 states.append(state[real])
         features = Features(layers=tuple(layers), states=tuple(states))
-        return self._logits(batch, residual), features
+        return self._logits(batch, residual, run), features
+
+    @torch.inference_mode()
+    def idle(self, memory: Memory) -> None:
+        """Take part in a pass of other lanes without a request of one's own.
+
+        Returns when every MoE layer's exchange is over; nothing to do where nothing is exchanged.
+        """
+        if self.team is None or self.team.exchange is None:
+            return
+        spec = self.spec
+        run = empty(memory, self._ops, exact=self._exact, team=self.team)
+        for layer in spec.moe_layers:
+            ffn = self.weights.layers[layer].ffn
+            assert isinstance(ffn, MoeWeights)
+            idle(ffn, spec.moe.latent or spec.hidden, spec, self._act, run)
 
     def _layer(self, layer: int, residual: Residual, run: Run) -> None:
         spec, w = self.spec, self.weights.layers[layer]
@@ -110,7 +137,9 @@ class TextModel:
         else:
             out = mla.mix(x, w.mixer, spec.mla, spec.eps, spec.mla_layers.index(layer), run)
         residual.from_mixer(layer, out)
-        residual.from_ffn(feed_forward(residual.to_ffn(layer), w.ffn, spec, self._act, run))
+        ordinal = spec.moe_layers.index(layer) if isinstance(w.ffn, MoeWeights) else 0
+        fed = feed_forward(residual.to_ffn(layer), w.ffn, spec, self._act, run, ordinal)
+        residual.from_ffn(fed)
 
     def _reset(self, batch: StepBatch, memory: Memory) -> None:
         """Empty the slots of requests that begin."""
@@ -126,14 +155,23 @@ class TextModel:
         rows = token_rows(batch)
         for row, share in zip(rows, batch.shares, strict=True):
             ids[row : row + len(share.token_ids)] = torch.tensor(share.token_ids)
-        hidden = table[ids.to(table.device)]
+        hidden = self._look_up(ids.to(table.device), run)
         for row, share in zip(rows, batch.shares, strict=True):
             if share.embeds is not None and share.embed_at:
                 at = torch.tensor(share.embed_at, device=table.device) + row
                 hidden[at] = share.embeds.to(table.device, table.dtype)
         return hidden
 
-    def _logits(self, batch: StepBatch, residual: Residual) -> Tensor:
+    def _look_up(self, ids: Tensor, run: Run) -> Tensor:
+        """Rows of the table; each tensor rank adds those of its part of the vocabulary."""
+        table = self.weights.embed
+        if run.team is None or run.team.tensor.size == 1:
+            return table[ids]
+        local = ids - run.team.seat.tensor * len(table)
+        own = (local >= 0) & (local < len(table))
+        return run.reduce(table[local.clamp(0, len(table) - 1)] * own.unsqueeze(1))
+
+    def _logits(self, batch: StepBatch, residual: Residual, run: Run) -> Tensor:
         last = [
             row + len(share.token_ids) - 1
             for row, share in zip(token_rows(batch), batch.shares, strict=True)
@@ -143,7 +181,10 @@ class TextModel:
         if not last:
             return torch.zeros(0, self.spec.vocab, device=head.device)
         final = residual.result(torch.tensor(last, device=head.device))
-        return self._ops.linear(final, head, STEP_TILE if self._exact else None).float()
+        logits = self._ops.linear(final, head, STEP_TILE if self._exact else None).float()
+        if run.team is None:
+            return logits
+        return torch.cat(run.team.tensor.all_gather(logits), -1)[:, : self.spec.vocab]
 
 
 def _real_rows(batch: StepBatch) -> Tensor:

@@ -41,3 +41,11 @@ def write_tiny(directory: Path, variant: str, *, dtype: str = "float32", **overr
     (directory / "config.json").write_text(json.dumps(config))
     save_file(values, directory / "model.safetensors")
     return directory
+
+
+def write_eight_headed(directory: Path, variant: str) -> Path:
+    """The same with eight heads of each kind: enough for eight tensor ranks."""
+    config = generator().linear_text() if variant == "linear" else generator().K3_TEXT
+    linear = config["linear_attn_config"] | {"num_heads": 8}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "linear_attn_config": linear}
+    return write_tiny(directory, variant, **heads)

@@ -1,0 +1,104 @@
+"""Every layout of up to eight ranks computes what one rank computes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from common.parallel.mesh import Mesh
+from tests.support.golden import write_eight_headed
+from tests.support.models import alone, load
+from tests.support.team import PROMPTS, finish, following, prompt_of, start
+
+WAYS = (1, 2, 4, 8)
+MESHES = [
+    Mesh(tensor=t, data=d, expert=e)
+    for t in WAYS
+    for d in WAYS
+    for e in WAYS
+    if 1 < t * d <= 8 and e <= t * d
+]
+OTHERS = [Mesh(tensor=2, data=2, expert=4), Mesh(tensor=8, data=1, expert=2)]
+UNEVEN = Mesh(tensor=1, data=3, expert=3)
+REPEATED = {"shares": [list(range(9)), [0, 1, *range(9, 16)]]}  # experts 0 and 1 are held twice
+
+
+def entry(mesh: Mesh, variant: str = "k3", **more) -> dict:
+    axes = {"tensor": mesh.tensor, "data": mesh.data, "expert": mesh.expert}
+    name = f"{variant}-{mesh.tensor}.{mesh.data}.{mesh.expert}" + "".join(sorted(more))
+    return {"name": name, "variant": variant, "mesh": axes, **more}
+
+
+LAYOUTS = [
+    *map(entry, MESHES),
+    *(entry(mesh, variant) for mesh in OTHERS for variant in ("linear", "k3-mxfp4")),
+    entry(OTHERS[0], "k3-mxfp4", packed=True),
+    entry(UNEVEN),
+    entry(Mesh(data=2, expert=2), **REPEATED),
+]
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory):
+    """Runs every layout once; a function from layout and request to logits, and to its load."""
+    root = tmp_path_factory.mktemp("team")
+    tiny = {
+        variant: write_eight_headed(root / variant, variant)
+        for variant in ("k3", "linear", "k3-mxfp4")
+    }
+    job = {
+        "checkpoints": {variant: str(path) for variant, path in tiny.items()},
+        "layouts": LAYOUTS,
+        "out": str(root),
+        "store": str(root / "store"),
+        "world": 8,
+    }
+    (root / "job.json").write_text(json.dumps(job))
+    finish(start(root / "job.json", 8), within_s=150)
+    models = {variant: load(path) for variant, path in tiny.items()}
+    expected = {
+        (variant, n): alone(model, prompt_of(n), following(n))
+        for variant, model in models.items()
+        for n in PROMPTS
+    }
+
+    def results(layout: dict) -> list[dict[str, torch.Tensor]]:
+        lanes = range(layout["mesh"]["data"])
+        return [load_file(root / f"{layout['name']}.{lane}.safetensors") for lane in lanes]
+
+    return expected, results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout["name"])
+def test_logits_are_those_of_one_rank(team, layout) -> None:
+    expected, results = team
+    lanes = results(layout)
+    found = {int(n): rows for lane in lanes for n, rows in lane.items() if n != "load"}
+    assert found.keys() == PROMPTS.keys()
+    for number, logits in found.items():
+        one = expected[layout["variant"], number]
+        torch.testing.assert_close(logits, one, rtol=0, atol=2e-4)
+        assert torch.equal(logits.argmax(-1), one.argmax(-1))
+
+
+@pytest.mark.parametrize("data", [2, 4, 8])
+def test_without_tensor_ranks_not_a_bit_changes(team, data) -> None:
+    expected, results = team
+    for lane in results(entry(Mesh(data=data, expert=data))):
+        for number, logits in lane.items():
+            if number != "load":
+                assert torch.equal(logits, expected["k3", int(number)])
+
+
+def test_load_counts_every_token_once_and_no_padding(team) -> None:
+    _, results = team
+    tokens = sum(PROMPTS.values()) + len(PROMPTS) * len(following(0))
+    counts = []
+    for mesh in (Mesh(tensor=2), Mesh(tensor=2, data=2, expert=4), Mesh(data=8, expert=8)):
+        load_of = torch.stack([lane["load"] for lane in results(entry(mesh))]).sum(0)
+        assert load_of.sum(1).tolist() == [4 * tokens] * 8  # four experts a token, eight layers
+        counts.append(load_of)
+    assert torch.equal(counts[0], counts[1]) and torch.equal(counts[1], counts[2])
