@@ -25,10 +25,20 @@ class StatePool:
     """
 
     def __init__(
-        self, spec: TextSpec, slots: int, *, dtype: torch.dtype, device: torch.device | str
+        self,
+        spec: TextSpec,
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        first_head: int = 0,
     ) -> None:
-        """Allocate zeroed memory for `slots` requests."""
-        self.layers = spec.kda_layers
+        """Allocate zeroed memory for `slots` requests.
+
+        Under tensor parallelism `spec` has one rank's heads, the first of them `first_head` of the
+        whole model: digests are those of its part of the whole layer.
+        """
+        self.layers, self.first_head = spec.kda_layers, first_head
         self.slots = slots
         self.state = torch.zeros((slots, *state_shape(spec)), dtype=STATE_DTYPE, device=device)
         self.conv = torch.zeros((slots, *conv_shape(spec)), dtype=dtype, device=device)
@@ -99,8 +109,12 @@ class StatePool:
 
     def sign(self, slot: int, *, prefix: str = "") -> Signature:
         """Digest the slot as it is now: "<prefix>state:<layer>" and "<prefix>conv:<layer>"."""
-        state = signature(f"{prefix}state", self.layers, *digest_words(self.state[slot]))
-        return state | signature(f"{prefix}conv", self.layers, *digest_words(self.conv[slot]))
+        signed = Signature()
+        for kind, values in (("state", self.state[slot]), ("conv", self.conv[slot])):
+            first = self.first_head * values.shape[2:].numel() * values.element_size() // 4
+            found = digest_words(values, first)
+            signed = signed | signature(f"{prefix}{kind}", self.layers, *found)
+        return signed
 
     def _absorbed(self, slot: int, nonce: bytes) -> int:
         owner, absorbed = self._headers[slot]
