@@ -14,7 +14,7 @@ import torch
 from common.cache.layout import PAGE_TOKENS, facts, latent_shape, size_of
 from common.config.checkpoint import TextSpec
 from common.contract.regions import Span
-from common.ops.digest import Signature, digest_pages, signature
+from common.ops.digest import Signature, digest_listed, signature
 
 
 def pages_of(num_tokens: int) -> int:
@@ -131,5 +131,4 @@ class LatentPool:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Digests [n, L] and finiteness [n, L] of the first `tokens` tokens of each page."""
         index = torch.tensor(list(pages), dtype=torch.int64, device=self.pages.device)
-        values = self.pages[index, :, :tokens]  # [n, L, tokens, width], a copy
-        return digest_pages(values, first * self.page_words)
+        return digest_listed(self.pages, index, tokens, first * self.page_words)

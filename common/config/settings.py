@@ -25,11 +25,14 @@ class ModelSettings:
     name: str = "nano-k3"  # the id clients send as `model`
     dtype: str = "float32"  # of weights, latents and activations: float32 or bfloat16
     device: str = "cpu"
+    ops: str = "auto"  # bodies of the ops: auto, reference (torch) or triton (refuses to mix)
     context: int = 0  # most tokens of prompt and answer; 0: what the checkpoint allows
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"model.dtype is {self.dtype!r}; use float32 or bfloat16")
+        if self.ops not in ("auto", "reference", "triton"):
+            raise ConfigError(f"model.ops is {self.ops!r}; use auto, reference or triton")
         if not self.name or any(c.isspace() for c in self.name):
             raise ConfigError(f"model.name is {self.name!r}; give an id without spaces")
 

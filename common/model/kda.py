@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from common.config.spec import CHUNK, KdaSpec
 from common.model.run import Run
+from common.ops.kda import Mixer
 from common.ops.plan import Chunks, Steps
 from common.weights.tree import KdaWeights
 
@@ -26,12 +27,25 @@ def mix(x: Tensor, w: KdaWeights, spec: KdaSpec, layer: int, run: Run) -> Tensor
     if w.g_b is not None:
         gate = run.linear(gate, w.g_b)
     logits = run.linear(forget, w.f_b).view(-1, heads, dim)
+    triple = raw.unflatten(-1, (3, heads, dim))
+    opening = gate.unflatten(-1, (heads, dim))
+    if run.ops.kda_mix is not None:
+        parts = Mixer(
+            conv=w.conv,
+            rate=w.rate,
+            bias=w.dt_bias,
+            lower_bound=spec.gate_lower_bound,
+            norm=w.o_norm,
+            eps=NORM_EPS,
+        )
+        rows = (x[: run.real] for x in (triple, logits, strength, opening))
+        mixed = run.ops.kda_mix(*rows, parts, run.memory.state, run.memory.conv, layer, run.plan)
+        return run.reduce(run.linear(run.padded(mixed).flatten(1), w.out))
     decay = run.ops.kda_gate(logits, w.rate, w.dt_bias, spec.gate_lower_bound)
     # No vector tails: a sigmoid's last bit would depend on the number of rows.
     beta = torch.sigmoid(functional.pad(strength.float(), (0, -heads % LANES)))[:, :heads]
-    triple = raw.unflatten(-1, (3, heads, dim))
     out = _absorb(triple, decay, beta, w, layer, run)
-    normed = run.ops.gated_rms_norm(out, gate.unflatten(-1, (heads, dim)), w.o_norm, NORM_EPS)
+    normed = run.ops.gated_rms_norm(out, opening, w.o_norm, NORM_EPS)
     return run.reduce(run.linear(normed.flatten(1), w.out))
 
 

@@ -1,7 +1,9 @@
 """Ops: which body serves each op, as one value that is made at start and handed down.
 
 The fields are the public functions of the families, which are their torch definitions; a faster
-body with the same signature and promises may stand in for any of them. Nothing falls back here.
+body with the same signature and promises may stand in for any of them. `kda_mix` is the one op that
+is defined by others: convolution, gate, delta rule and gated norm, one after another, which is what
+the model does when there is no body for all of it. Nothing falls back here.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Ops:
     kda_gate: Callable[..., Tensor] = kda.gate
     kda_chunks: Callable[..., Tensor] = kda.chunks
     kda_steps: Callable[..., Tensor] = kda.steps
+    kda_mix: Callable[..., Tensor] | None = None
     write_chunks: Callable[..., None] = paging.write_chunks
     write_steps: Callable[..., None] = paging.write_steps
     mla_chunks: Callable[..., Tensor] = mla.attend_chunks

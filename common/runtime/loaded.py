@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from common.config.settings import Settings
 from common.config.spec import ModelSpec
 from common.contract.regions import print_of
 from common.model.text import TextModel
+from common.ops.select import choose, printed
 from common.weights import load_text as load_weights
 from common.weights import weight_identity
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +75,20 @@ def load_facts(settings: Settings) -> Facts:
 
 
 def load_text(settings: Settings) -> Loaded:
-    """Read the text model's weights, with a progress bar."""
+    """Read the text model's weights, with a progress bar, and choose the bodies of its ops.
+
+    On a CPU rows are multiplied in fixed tiles, so that a row's bits are its own.
+    """
     facts = load_facts(settings)
+    ops, table = choose(
+        settings.model.ops,
+        facts.spec.text,
+        quantization=facts.spec.quantization,
+        dtype=facts.dtype,
+        device=facts.device,
+    )
+    if facts.device.type != "cpu":
+        logger.info("ops of the text model:\n%s", printed(table))
     weights = load_weights(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device)
     return Loaded(
         spec=facts.spec,
@@ -80,5 +96,5 @@ def load_text(settings: Settings) -> Loaded:
         device=facts.device,
         model_print=facts.model_print,
         layout_print=facts.layout_print,
-        model=TextModel(facts.spec.text, weights),
+        model=TextModel(facts.spec.text, weights, ops=ops, exact=facts.device.type == "cpu"),
     )

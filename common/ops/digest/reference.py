@@ -51,34 +51,8 @@ def splitmix64(i: int) -> int:
     return z ^ (z >> 31)
 
 
-def digest_words(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Digest each row of a tensor, and say whether it is finite.
-
-    Args:
-        values: [R, ...] of any floating dtype, contiguous in all but the first dimension; a row is
-            a multiple of 4 bytes.
-        first: logical word index of the first word of every row.
-
-    Returns:
-        int64 [R] digests (the bits of the unsigned sum); bool [R], true where all are finite.
-
-    Raises:
-        ValueError: a row is not a multiple of 4 bytes.
-    """
-    sums, finite = digest_pages(values[None], first)
-    return sums[0], finite[0]
-
-
 def digest_pages(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
-    """The same for pages that follow each other: page p's rows start where page p - 1's ended.
-
-    Args:
-        values: [P, R, ...]; row r of all pages together is one layer.
-        first: logical word index of page 0's rows.
-
-    Returns:
-        int64 [P, R] and bool [P, R].
-    """
+    """See `common.ops.digest.digest_pages`."""
     rows = values.flatten(2)
     if rows.shape[2] * rows.element_size() % 4:
         raise ValueError(

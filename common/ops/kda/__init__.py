@@ -10,10 +10,24 @@ chunked form: docs/model.md.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from common.ops.kda import reference
 from common.ops.plan import Chunks, Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixer:
+    """What one layer's convolution, gate and output norm need besides the pool."""
+
+    conv: Tensor  # fp32 [taps, 3, H, D]
+    rate: Tensor  # fp32 [H], exp(A_log)
+    bias: Tensor  # fp32 [H, D]
+    lower_bound: float | None  # None: the softplus gate
+    norm: Tensor  # fp32 [D]
+    eps: float  # of the norm
 
 
 def gate(logits: Tensor, rate: Tensor, bias: Tensor, lower_bound: float | None) -> Tensor:

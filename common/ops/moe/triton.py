@@ -1,0 +1,311 @@
+"""MXFP4 experts: two grouped products over packed weights, SiTU between them, and the weighted sum.
+
+Weights stay packed as the checkpoint has them and are unpacked in registers: a code's three
+magnitude bits, put where bf16 has its lowest exponent and highest mantissa bit, are its value times
+2^-126 (the subnormal 0.5 included), so one exact product with 2^(scale - 1) gives the weight. That
+power is a bf16 number for scales up to 128, weights up to 12; `unsupported` refuses larger ones at
+load. The weight tile is the left operand, so that few tokens waste little of the matrix unit.
+
+The matrix unit wants each thread to hold pairs of neighbours, eight apart; a thread that reads 16
+bytes holds 32 neighbours, and unpacks pairs four apart most cheaply. A sum does not mind its order,
+so the other operand is put into the order the threads hold (`arrange`), and a packed weight goes
+from memory to the matrix unit without another shuffle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from common.errors import BackendUnsupported
+from common.ops.act import Activation
+from common.ops.act.triton import situ
+from common.ops.moe.stack import ExpertStack
+
+LARGEST_SCALE = 128
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+GROUP = tl.constexpr(128)  # neighbours along the summed axis that are multiplied in another order
+
+# A word holds eight codes, two 16-bit lanes of four. One product moves a lane's code to two places,
+# its magnitude to bits 6-8 from one copy and its sign to bit 15 from the other; a mask keeps those.
+_UNPACK = tl.constexpr("""
+{
+.reg .b32 a, b, w;
+and.b32 a, $8, 0x000F000F;
+mul.lo.u32 a, a, 0x1040;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 a, a, $9;
+mov.b32 {$0, $1}, a;
+and.b32 b, $8, 0x00F000F0;
+mul.lo.u32 b, b, 0x104;
+and.b32 b, b, 0x81C081C0;
+mul.rn.bf16x2 b, b, $9;
+mov.b32 {$2, $3}, b;
+shr.u32 w, $8, 8;
+and.b32 a, w, 0x000F000F;
+mul.lo.u32 a, a, 0x1040;
+and.b32 a, a, 0x81C081C0;
+mul.rn.bf16x2 a, a, $9;
+mov.b32 {$4, $5}, a;
+and.b32 b, w, 0x00F000F0;
+mul.lo.u32 b, b, 0x104;
+and.b32 b, b, 0x81C081C0;
+mul.rn.bf16x2 b, b, $9;
+mov.b32 {$6, $7}, b;
+}
+""")
+
+
+@triton.jit
+def _code(word, power, BYTE: tl.constexpr, HIGH: tl.constexpr, DTYPE: tl.constexpr):
+    """One of a word's codes as a weight; the slow way, in fp32."""
+    code = word >> (8 * BYTE + 4 * HIGH)
+    value = (((code & 7) << 22) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+    return (value * power).to(DTYPE)
+
+
+@triton.jit
+def _weights(
+    at, scale_at, N: tl.constexpr, K: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
+):
+    """A tile of packed weights, unpacked, in the order of `arrange`: [N, K]."""
+    word = tl.load(at)
+    scale = tl.load(scale_at).to(tl.int32) + 126  # the exponent of 2^(scale - 1)
+    if FAST:
+        power = (scale << 7) * 0x10001
+    else:
+        power = (scale << 23).to(tl.float32, bitcast=True)
+    power = tl.reshape(tl.broadcast_to(power[:, :, None], (N, K // 32, 4)), (N, K // 8))
+    if FAST:
+        b0, b2, c0, c2, b1, b3, c1, c3 = tl.inline_asm_elementwise(
+            _UNPACK, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [word, power],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+             tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 1,
+        )  # fmt: skip
+    else:
+        b0, c0 = _code(word, power, 0, 0, DTYPE), _code(word, power, 0, 1, DTYPE)
+        b1, c1 = _code(word, power, 1, 0, DTYPE), _code(word, power, 1, 1, DTYPE)
+        b2, c2 = _code(word, power, 2, 0, DTYPE), _code(word, power, 2, 1, DTYPE)
+        b3, c3 = _code(word, power, 3, 0, DTYPE), _code(word, power, 3, 1, DTYPE)
+    first = tl.join(tl.join(b0, b2), tl.join(c0, c2))
+    second = tl.join(tl.join(b1, b3), tl.join(c1, c3))
+    all_ = tl.reshape(tl.join(first, second), (N, K // GROUP, 4, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(all_, (0, 1, 3, 6, 5, 2, 4)), (N, K))
+
+
+@triton.jit
+def unpack_kernel(
+    w_ptr, s_ptr, out_ptr, K: tl.constexpr, N: tl.constexpr, DTYPE: tl.constexpr, FAST: tl.constexpr
+):
+    """Grid: rows / N."""
+    n = tl.program_id(0) * N + tl.arange(0, N)[:, None]
+    for part in range(K // GROUP):
+        w_at = w_ptr + n * (K // 8) + part * 16 + tl.arange(0, 16)[None, :]
+        s_at = s_ptr + n * (K // 32) + part * 4 + tl.arange(0, 4)[None, :]
+        tile = _weights(w_at, s_at, N, GROUP, DTYPE, FAST)
+        tl.store(out_ptr + n * K + part * GROUP + tl.arange(0, GROUP)[None, :], tile)
+
+
+@triton.jit
+def moe_kernel(
+    x_ptr, x_row, w_ptr, w_expert, s_ptr, s_expert, out_ptr, source_ptr, expert_ptr, begin_ptr,
+    offset_ptr, beta, linear_beta, k_of_row,
+    E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    BK: tl.constexpr, GATED: tl.constexpr, SITU: tl.constexpr, STAGES: tl.constexpr,
+    DTYPE: tl.constexpr, FAST: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: blocks of rows * tiles. GATED: rows N.. of the weights make the second factor."""
+    tiles: tl.constexpr = 2 * N // BN if GATED else N // BN
+    block = tl.program_id(0) // tiles
+    expert = tl.load(expert_ptr + block).to(tl.int64)
+    if expert >= E:
+        return
+    row = tl.load(begin_ptr + block) + tl.arange(0, BM)
+    live = row < tl.load(offset_ptr + expert + 1)
+    source = tl.load(source_ptr + row, mask=live, other=0)
+    wide = tl.arange(0, BN)
+    if GATED:  # half a tile of gates above the same of factors: one product makes both
+        part: tl.constexpr = BN // 2
+        n = (tl.program_id(0) % tiles) * part
+        wide = n + (wide // part) * N + wide % part
+        n = n + tl.arange(0, part)
+    else:
+        n = (tl.program_id(0) % tiles) * BN + wide
+        wide = n
+    k = tl.arange(0, BK)
+    if GATED:
+        x_at = x_ptr + (source // k_of_row).to(tl.int64)[:, None] * x_row + k[None, :]
+    else:
+        x_at = x_ptr + row.to(tl.int64)[:, None] * x_row + k[None, :]
+    w_at = w_ptr + expert * w_expert + wide[:, None] * (K // 8) + tl.arange(0, BK // 8)[None, :]
+    s_at = s_ptr + expert * s_expert + wide[:, None] * (K // 32) + tl.arange(0, BK // 32)[None, :]
+    acc = tl.zeros([BN, BM], tl.float32)
+    for _ in tl.range(0, K // BK, num_stages=STAGES):
+        x = tl.trans(tl.load(x_at, mask=live[:, None], other=0.0))
+        acc = tl.dot(_weights(w_at, s_at, BN, BK, DTYPE, FAST), x, acc, input_precision=PRECISION)
+        x_at += BK
+        w_at += BK // 8
+        s_at += BK // 32
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BN // 2, BM)), (1, 2, 0)))
+        if SITU:
+            out = situ(gate, up, beta, linear_beta, FAST)
+        else:
+            out = gate * tl.sigmoid(gate) * up
+        target = row.to(tl.int64)
+        j = n % GROUP  # as `arrange` does
+        n = n - j + (j // 8 % 4) * 32 + (j // 2 % 2) * 16 + (j % 2) * 8 + (j // 32) * 2 + j // 4 % 2
+    else:
+        out = acc
+        target = source.to(tl.int64)
+    out_at = out_ptr + target[None, :] * N + n[:, None]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=live[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    chosen_ptr, weight_ptr, out_ptr, TOP: tl.constexpr, Z: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid: (rows, Z / BLOCK)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in tl.static_range(TOP):
+        value = tl.load(chosen_ptr + (row * TOP + j) * Z + at, mask=at < Z, other=0.0)
+        total += tl.load(weight_ptr + row * TOP + j) * value.to(tl.float32)
+    tl.store(out_ptr + row * Z + at, total.to(out_ptr.dtype.element_ty), mask=at < Z)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """Sizes of one grouped product's tiles."""
+
+    rows: int  # BM
+    width: int  # BN
+    depth: int  # BK
+    stages: int
+    warps: int
+
+
+def tilings(rows_per_expert: float) -> tuple[Tiling, Tiling]:
+    """Tiles of the gate-up and of the down product, by the expected rows of an expert."""
+    rows = 16
+    while rows < min(rows_per_expert, 128):
+        rows *= 2
+    if rows == 16:
+        return (
+            Tiling(rows=16, width=128, depth=128, stages=4, warps=4),
+            Tiling(rows=16, width=128, depth=256, stages=3, warps=4),
+        )
+    if rows < 128:
+        tiling = Tiling(rows=rows, width=128, depth=128, stages=3, warps=4)
+        return tiling, tiling
+    tiling = Tiling(rows=128, width=256, depth=128, stages=3, warps=8)
+    return tiling, tiling
+
+
+def group(ids: Tensor, num_experts: int, height: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sort choices by expert and cut them into blocks of rows, without waiting for the device.
+
+    Args:
+        ids: int64 [N, k]. height: rows of a block.
+
+    Returns:
+        source int64 [N * k], the choice at each sorted place; expert of each block (num_experts for
+        those not needed), the sorted place where it begins, and where each expert begins [E + 1].
+    """
+    flat = ids.flatten()
+    ordered, source = flat.sort(stable=True)
+    offsets = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=ids.device))
+    blocks = (offsets.diff() + height - 1) // height
+    ends = blocks.cumsum(0)
+    most = min(flat.numel(), num_experts) + flat.numel() // height
+    number = torch.arange(most, device=ids.device)
+    expert = torch.searchsorted(ends, number, right=True)
+    known = expert.clamp(max=num_experts - 1)
+    begin = offsets[known] + (number - (ends - blocks)[known]) * height
+    return source, expert, begin, offsets
+
+
+def arrange(x: Tensor) -> Tensor:
+    """Put each 128 neighbours of [N, Z] into the order in which threads hold unpacked weights."""
+    parts = x.view(x.shape[0], -1, 4, 4, 2, 2, 2)
+    return parts.permute(0, 1, 3, 5, 6, 2, 4).reshape(x.shape)
+
+
+def unpack(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weights as the products see them, in their usual order; for tests.
+
+    Args:
+        packed: uint8 [N, K / 2], N a multiple of 16, K of 128.
+        scale: uint8 [N, K / 32], at most 128.
+        dtype: of the result.
+
+    Returns:
+        [N, K].
+    """
+    rows, width = packed.shape[0], packed.shape[1] * 2
+    out = torch.empty((rows, width), dtype=dtype, device=packed.device)
+    kind = _KINDS[dtype]
+    unpack_kernel[(rows // 16,)](
+        packed.view(torch.int32), scale, out,
+        K=width, N=16, DTYPE=kind, FAST=packed.is_cuda and kind == tl.bfloat16,
+    )  # fmt: skip
+    parts = out.view(rows, -1, 4, 2, 2, 4, 2)
+    return parts.permute(0, 1, 5, 2, 6, 3, 4).reshape(rows, width)
+
+
+def unsupported(stack: ExpertStack) -> str | None:
+    """Why these kernels cannot serve the stack, or None; reads every scale, so call it once."""
+    if stack.w13_scale is None or stack.w2_scale is None:
+        return "the experts are not packed as MXFP4"
+    width, depth = stack.w2.shape[1], stack.w2.shape[2] * 2
+    if width % 128 or depth % 128:
+        return f"experts of {width} x {depth} are not multiples of 128"
+    largest = max(int(stack.w13_scale.max()), int(stack.w2_scale.max()))
+    if largest > LARGEST_SCALE:
+        return f"a scale of {largest} passes {LARGEST_SCALE}"
+    return None
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, stack: ExpertStack, activation: Activation,
+    tile: int | None, *, tiles: tuple[Tiling, Tiling] | None = None, precision: str | None = None,
+) -> Tensor:  # fmt: skip
+    """See `common.ops.moe.experts`; `tile` has no meaning here."""
+    if stack.w13_scale is None or stack.w2_scale is None:
+        raise BackendUnsupported("the Triton experts read packed MXFP4 only; use the reference")
+    top, width, inner = ids.shape[1], stack.w2.shape[1], stack.w2.shape[2] * 2
+    count = stack.num_experts
+    precision = precision or ("tf32" if x.dtype == torch.bfloat16 else "ieee")
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    if not x.shape[0]:
+        return out
+    up, down = tiles or tilings(ids.numel() / count)
+    source, expert, begin, offsets = group(ids, count, up.rows)
+    hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
+    chosen = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
+    kind = _KINDS[x.dtype]
+    for t, gated, source_rows, w, s, target, n, depth in (
+        (up, True, arrange(x), stack.w13.view(torch.int32), stack.w13_scale, hidden, inner, width),
+        (down, False, hidden, stack.w2.view(torch.int32), stack.w2_scale, chosen, width, inner),
+    ):
+        moe_kernel[(expert.shape[0] * ((2 * n if gated else n) // t.width),)](
+            source_rows, source_rows.stride(0), w, w.stride(0), s, s.stride(0), target, source,
+            expert,
+            begin, offsets, activation.beta, activation.linear_beta or 0.0, top,
+            E=count, N=n, K=depth, BN=t.width, BM=t.rows, BK=t.depth, GATED=gated,
+            SITU=activation.kind == "situ",
+            STAGES=t.stages, DTYPE=kind, FAST=x.is_cuda and kind == tl.bfloat16,
+            PRECISION=precision,
+            num_warps=t.warps,
+        )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(x.shape[0], triton.cdiv(width, block))](
+        chosen, weights, out, TOP=top, Z=width, BLOCK=block
+    )
+    return out

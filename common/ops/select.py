@@ -1,0 +1,187 @@
+"""Choose a body for every op, once, at start: from the setting, the device and the model's shapes.
+
+`reference` is torch everywhere. `triton` is our own kernels wherever they exist and raises where
+one cannot take the model's shapes. `auto` takes the fastest body known for each op and says in the
+table why an op has another; on a CPU it is `reference`. Nothing is tried, and nothing is decided
+later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from common.config.spec import TextSpec
+from common.errors import BackendUnsupported, ConfigError
+from common.ops.table import REFERENCE, Ops
+
+SETTINGS = ("auto", "reference", "triton")
+HOPPER = (9, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One line of the table."""
+
+    op: str
+    backend: str
+    why: str = ""
+
+
+def choose(
+    wanted: str,
+    spec: TextSpec,
+    *,
+    quantization: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Ops, tuple[Choice, ...]]:
+    """Bodies for a model on a device, and the table to print.
+
+    Args:
+        wanted: one of `SETTINGS`.
+        spec: the model's shapes.
+        quantization: of the experts: "mxfp4" or another name, or None.
+        dtype: of weights and activations.
+        device: where the model runs.
+
+    Raises:
+        ConfigError: the setting is unknown.
+        BackendUnsupported: `triton` was asked for and cannot run here, or not with these shapes.
+    """
+    if wanted not in SETTINGS:
+        raise ConfigError(f"model.ops is {wanted!r}; use one of {', '.join(SETTINGS)}")
+    names = [f.name for f in dataclasses.fields(Ops)]
+    if wanted == "reference" or (wanted == "auto" and device.type == "cpu"):
+        return REFERENCE, tuple(Choice(op=name, backend="reference") for name in names)
+    if reason := _unusable(device):
+        raise BackendUnsupported(f"model.ops is {wanted!r}, but {reason}; set it to 'reference'")
+    refused = _refusals(spec, quantization, dtype)
+    if wanted == "triton" and refused:
+        told = "; ".join(f"{op}: {why}" for op, why in refused.items())
+        raise BackendUnsupported(
+            f"model.ops is 'triton', but some ops cannot take this model ({told}); set it to 'auto'"
+        )
+    bodies = {op: body for op, body in _triton().items() if op not in refused}
+    table = {op: Choice(op=op, backend="triton") for op in bodies}
+    if wanted == "auto" and "mla_steps" in bodies:
+        bodies["mla_steps"], table["mla_steps"] = _attention(
+            bodies["mla_steps"], spec, dtype, device
+        )
+    lines = tuple(
+        table.get(
+            name, Choice(op=name, backend="reference", why=refused.get(name, "no other body"))
+        )
+        for name in names
+    )
+    return dataclasses.replace(REFERENCE, **bodies), lines
+
+
+def printed(choices: Sequence[Choice]) -> str:
+    """The table as text, one op a line."""
+    width = max(len(choice.op) for choice in choices)
+    rows = (
+        f"{choice.op:{width}}  {choice.backend:10}  {choice.why}".rstrip() for choice in choices
+    )
+    return "\n".join(rows)
+
+
+def _unusable(device: torch.device) -> str | None:
+    """Why no Triton body can run on a device, or None."""
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    if find_spec("triton") is None:
+        return "Triton is not installed"
+    return None
+
+
+def _refusals(spec: TextSpec, quantization: str | None, dtype: torch.dtype) -> dict[str, str]:
+    """Why an op's Triton body cannot take a model's shapes, by op; ops without a reason can."""
+    if dtype not in (torch.bfloat16, torch.float32):
+        return dict.fromkeys(_OPS, f"{dtype} is neither bfloat16 nor float32")
+    return _kda_refusals(spec) | _other_refusals(spec, quantization)
+
+
+def _kda_refusals(spec: TextSpec) -> dict[str, str]:
+    refused: dict[str, str] = {}
+    kda = spec.kda
+    if kda.conv_taps != 4:
+        refused["conv_chunks"] = f"{kda.conv_taps} taps, not 4"
+    if not _is_power(kda.head_dim) or kda.head_dim < 32:
+        refused["kda_chunks"] = f"heads of {kda.head_dim}, not a power of two from 32"
+    elif kda.gate_lower_bound is None:
+        refused["kda_chunks"] = "the gate has no lower bound"
+    if why := refused.get("kda_chunks", refused.get("conv_chunks")):
+        refused["kda_mix"] = why
+    if not _is_power(kda.head_dim):
+        refused["gated_rms_norm"] = f"heads of {kda.head_dim}, not a power of two"
+    return refused
+
+
+def _other_refusals(spec: TextSpec, quantization: str | None) -> dict[str, str]:
+    refused: dict[str, str] = {}
+    moe, rank, rope = spec.moe, spec.mla.kv_lora_rank, spec.mla.rope_dim
+    if not (_is_power(rank) and _is_power(rope) and min(rank, rope) >= 16):
+        refused["mla_steps"] = f"latents of {rank} + {rope}, not powers of two from 16"
+    if moe.num_groups != 1:
+        refused["route"] = f"{moe.num_groups} groups of experts, not one"
+    latent = moe.latent or spec.hidden
+    if quantization != "mxfp4":
+        refused["experts"] = "the experts are not packed as MXFP4"
+    elif latent % 128 or moe.width % 128:
+        refused["experts"] = f"experts of {latent} x {moe.width}, not multiples of 128"
+    if spec.residual_block is None:
+        refused["residual_read"] = "the model has no attention residuals"
+    return refused
+
+
+_OPS = (
+    "rms_norm", "gated_rms_norm", "activate", "residual_read", "conv_chunks", "kda_chunks",
+    "kda_mix", "mla_steps", "route", "experts",
+)  # fmt: skip
+
+
+def _triton() -> dict[str, Callable[..., Any]]:
+    """Every Triton body by op; the only place that imports them."""
+    from common.ops.act import triton as act
+    from common.ops.attnres import triton as attnres
+    from common.ops.conv import triton as conv
+    from common.ops.kda import triton as kda
+    from common.ops.kda import triton_chunk
+    from common.ops.mla import triton as mla
+    from common.ops.moe import triton as moe
+    from common.ops.moe import triton_route
+    from common.ops.norm import triton as norm
+
+    bodies = (
+        norm.rms_norm, norm.gated_rms_norm, act.activate, attnres.read, conv.conv_chunks,
+        triton_chunk.chunks, kda.mix, mla.attend_steps, triton_route.route, moe.experts,
+    )  # fmt: skip
+    return dict(zip(_OPS, bodies, strict=True))
+
+
+def _attention(
+    triton: Callable[..., Any], spec: TextSpec, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[..., Any], Choice]:
+    """FlashInfer where it is faster: measured, docs/benchmarks.md."""
+    shapes = (spec.mla.kv_lora_rank, spec.mla.rope_dim, dtype)
+    if torch.cuda.get_device_capability(device) != HOPPER:
+        why = "FlashInfer was measured on Hopper only"
+    elif shapes != (512, 64, torch.bfloat16):
+        why = "FlashInfer takes latents of 512 + 64 in bfloat16"
+    elif find_spec("flashinfer") is None:
+        why = "flashinfer is not installed"
+    else:
+        from common.ops.mla.flashinfer import FlashInferSteps
+
+        return FlashInferSteps(device), Choice(op="mla_steps", backend="flashinfer")
+    return triton, Choice(op="mla_steps", backend="triton", why=why)
+
+
+def _is_power(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -1,0 +1,75 @@
+"""The choice of op bodies: one table, made once, that never hides a refusal."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.config.checkpoint import load_spec
+from common.config.spec import ModelSpec
+from common.errors import BackendUnsupported, ConfigError
+from common.ops import select
+from common.ops.table import REFERENCE, Ops
+
+NANO = Path(__file__).parents[2] / "checkpoints" / "nano"
+OPS = {field.name for field in dataclasses.fields(Ops)}
+
+
+@pytest.fixture
+def spec() -> ModelSpec:
+    return load_spec(NANO)
+
+
+def choose(spec: ModelSpec, wanted: str, device: str) -> tuple[Ops, tuple[select.Choice, ...]]:
+    return select.choose(
+        wanted,
+        spec.text,
+        quantization=spec.quantization,
+        dtype=torch.float32,
+        device=torch.device(device),
+    )
+
+
+@pytest.mark.parametrize("wanted", ["auto", "reference"])
+def test_a_cpu_runs_the_reference_and_the_table_names_every_op(
+    spec: ModelSpec, wanted: str
+) -> None:
+    ops, table = choose(spec, wanted, "cpu")
+    assert ops is REFERENCE
+    assert {choice.op for choice in table} == OPS
+    assert {choice.backend for choice in table} == {"reference"}
+
+
+def test_triton_on_a_cpu_is_refused_with_the_remedy(spec: ModelSpec) -> None:
+    with pytest.raises(BackendUnsupported, match=r"the device is cpu; set it to 'reference'"):
+        choose(spec, "triton", "cpu")
+
+
+def test_an_unknown_setting_is_an_error_that_lists_the_known_ones(spec: ModelSpec) -> None:
+    with pytest.raises(ConfigError, match=r"'fast'; use one of auto, reference, triton"):
+        choose(spec, "fast", "cpu")
+
+
+def test_triton_refuses_a_model_that_one_of_its_bodies_cannot_take(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(select, "_unusable", lambda device: None)
+    kda = dataclasses.replace(spec.text.kda, gate_lower_bound=None)
+    text = dataclasses.replace(spec.text, kda=kda)
+    softplus = dataclasses.replace(spec, text=text)
+    with pytest.raises(BackendUnsupported, match=r"kda_mix: the gate has no lower bound"):
+        choose(softplus, "triton", "cuda")
+
+
+def test_the_printed_table_gives_the_reason_for_every_op_left_to_torch() -> None:
+    choices = (
+        select.Choice(op="rms_norm", backend="triton"),
+        select.Choice(op="experts", backend="reference", why="the experts are not packed"),
+    )
+    assert select.printed(choices).splitlines() == [
+        "rms_norm  triton",
+        "experts   reference   the experts are not packed",
+    ]
