@@ -19,6 +19,7 @@ from common.ops.mla import triton as fast_mla
 from common.ops.moe import triton as fast_moe
 from common.ops.moe import triton_route
 from common.ops.norm import triton as fast_norm
+from common.ops.quant import triton as fast_quant
 
 SITU = Activation(kind="situ", beta=4.0, linear_beta=25.0)
 SILU = Activation(kind="silu")
@@ -115,7 +116,7 @@ def test_every_code_and_scale_is_unpacked_exactly() -> None:
         moe.ExpertStack(w13=w2, w2=w2, w13_scale=scale, w2_scale=scale)
     ) is None  # fmt: skip
     wanted = quant.unpack_mxfp4(w2[0], scale[0], torch.float32)
-    assert fast_moe.unpack(w2[0], scale[0], torch.float32).equal(wanted)
+    assert fast_quant.unpack(w2[0], scale[0], torch.float32).equal(wanted)
 
 
 def test_latent_attention_joins_its_parts_and_never_reads_past_a_share() -> None:
