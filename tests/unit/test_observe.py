@@ -6,6 +6,7 @@ import json
 import logging
 
 import pytest
+from prometheus_client import parser
 
 from common.observe.logs import JsonLines, note, request_id
 from common.observe.metrics import METRICS, Tally, render
@@ -77,7 +78,6 @@ def test_rendering_adds_the_replica_and_declares_each_family_once():
 
 
 def test_prometheus_own_parser_reads_what_is_rendered():
-    parser = pytest.importorskip("prometheus_client.parser")
     tally = Tally()
     tally.add("baton_requests_total", outcome='odd "value"\\')
     tally.observe("baton_request_seconds", 1.5)
