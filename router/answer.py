@@ -7,6 +7,7 @@ continued elsewhere with exactly what its client has seen.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from common.contract.finish import finish_of
 from common.contract.messages import Refused, Sampling, TokenItem, TokenOut
@@ -16,6 +17,8 @@ from common.observe.metrics import Tally
 from router.account import Account
 from router.outbox import Outbox
 
+PATIENCE_S = 10.0  # how long a client may leave its full outbox unread
+
 
 class Answer:
     """All choices of one request."""
@@ -24,10 +27,12 @@ class Answer:
         """Nothing has been said."""
         self.log: list[list[int]] = [[] for _ in range(sampling.n)]
         self.finish = [""] * sampling.n
-        self.outbox = Outbox()
+        self.outbox = Outbox(self._pace)
+        self.pace: Callable[[bool], None] | None = None  # makes decode pause, or go on
         self.admitted = asyncio.Event()  # a decode replica has room for it
         self._sampling, self._account, self._tally = sampling, account, tally
         self._over = asyncio.Event()
+        self._patience: asyncio.TimerHandle | None = None  # runs while paused
         self._verdict: ServingError | None = None
 
     @property
@@ -62,8 +67,7 @@ class Answer:
         self.finish[item.choice] = item.finish
         self._account.emitted(len(item.tokens))
         if not self.outbox.put(item):
-            self._tally.add("baton_slow_readers_total")
-            return self._end(Cancelled("the client does not read its stream"))
+            return self._give_up()
         if self.is_complete:
             self._end(None)
 
@@ -86,6 +90,28 @@ class Answer:
         await self._over.wait()
         if self._verdict is not None:
             raise self._verdict
+
+    def close(self, error: ServingError | None) -> None:
+        """The journey is over; what was not read yet still can be."""
+        self._forget_patience()
+        self.outbox.close(error)
+
+    def _pace(self, paused: bool) -> None:
+        self._forget_patience()
+        if paused and not self._over.is_set():
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._give_up)
+        if self.pace is not None:
+            self.pace(paused)
+
+    def _give_up(self) -> None:
+        if not self._over.is_set():
+            self._tally.add("baton_slow_readers_total")
+            self._end(Cancelled("the client does not read its stream"))
+
+    def _forget_patience(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def _end(self, verdict: ServingError | None) -> None:
         if not self._over.is_set():

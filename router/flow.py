@@ -177,11 +177,18 @@ class Flow:
         signed = (sealed, prefill.endpoint)
         job = jobs.decode(self.task, name, reservation.id, signed, forced, self._ledger.left_s())
         decode.followers[name] = self.answer
+        self.answer.pace = lambda paused: self._pace(decode, name, paused)
         accepted = expect(await self._ledger.ask(decode, name, job), Accepted)
         self.account.accepted(accepted, decode.id)
         self._is_accepted = True
+        if self.answer.outbox.is_paused:  # since before a stumble: this replica cannot know
+            self._pace(decode, name, True)
         self._ledger.let_lapse()
         self._ledger.settle(prefill, self._name)
+
+    def _pace(self, decode: Replica, name: str, paused: bool) -> None:
+        """The client reads too slowly, or has caught up."""
+        self.house.spawn(decode.pace(name, paused))
 
     def _bench(self, refused: TransferError) -> None:
         """A canary says that two replicas compute differently: they serve no more together."""

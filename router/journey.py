@@ -98,7 +98,7 @@ class Journey:
 
     def _end(self, _: asyncio.Task[None]) -> None:
         self._house.running -= not self._task.probe
-        self.answer.outbox.close(self._error)
+        self.answer.close(self._error)
         self._ledger.free()
         outcome = self._error.code if self._error else self.answer.finish[0] or "stop"
         self.account.close(outcome)

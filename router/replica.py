@@ -17,6 +17,7 @@ from common.contract.messages import (
     Endpoint,
     Load,
     Message,
+    Pace,
     Ping,
     TokenFrame,
     TokenItem,
@@ -93,6 +94,11 @@ class Replica:
         """Make the room forget a request. A lost room frees by lease, so its loss is not told."""
         with contextlib.suppress(ServingError):
             await self.call(Cancel(request=request))
+
+    async def pace(self, request: str, paused: bool) -> None:
+        """Make decode pause a request, or go on with it."""
+        with contextlib.suppress(ServingError):
+            await self.call(Pace(request=request, paused=paused))
 
     async def ping(self, timeout_s: float) -> None:
         """One heartbeat.

@@ -291,6 +291,16 @@ class Cancel(Message, frozen=True, kw_only=True):
     request: str
 
 
+class Pace(Message, frozen=True, kw_only=True):
+    """router → decode: step this request no further for now (its client does not read), or go on.
+
+    It keeps its slots and pages meanwhile.
+    """
+
+    request: str
+    paused: bool
+
+
 class Done(Message, frozen=True, kw_only=True):
     """The empty reply."""
 
@@ -369,6 +379,7 @@ AnyMessage = (
     | Renew
     | Release
     | Cancel
+    | Pace
     | Done
     | Refused
     | Ping

@@ -3,6 +3,7 @@
 One thread owns pools and batch (`EngineLoop`); hand-offs are taken in by transfer threads
 (`intake.py`) and join between two steps. Memory is given back when its request ended and no READ
 may write there any more (architecture, D1). Tokens leave in one frame a step and router.
+Longer than 300 lines because every change of a request's stage stands here, in one thread's hands.
 """
 
 from __future__ import annotations
@@ -104,6 +105,10 @@ class DecodeEngine:
             lambda: self._end_all(lambda held: held.reserve.request == request, "cancelled")
         )
 
+    def pace(self, request: str, paused: bool) -> None:
+        """Step a request no further, or go on with it."""
+        self.loop.post(lambda: self._pace(request, paused))
+
     def caller_lost(self, caller: str) -> None:
         """Forget everything of a router that is gone: nobody reads its frames."""
         self.loop.post(lambda: self._end_all(lambda held: held.caller == caller, "cancelled"))
@@ -203,11 +208,12 @@ class DecodeEngine:
     # --- in the loop's thread: steps
 
     def _step(self) -> bool:
-        if not self._running:
+        running = [(held, choice) for held, choice in self._running if not held.is_paused]
+        if not running:
             return False
         started = time.perf_counter()
-        by_choice = {id(choice): held for held, choice in self._running}
-        chosen = plan_step([c for _, c in self._running], max_batch=self._settings.max_batch)
+        by_choice = {id(choice): held for held, choice in running}
+        chosen = plan_step([c for _, c in running], max_batch=self._settings.max_batch)
         batch = [(by_choice[id(choice)], choice) for choice in chosen]
         self._steps += 1
         if self.plant is not None:
@@ -275,6 +281,11 @@ class DecodeEngine:
                 self._tally.add("baton_cancelled_total")
             self._running = [pair for pair in self._running if pair[0] is not held]
             self._end(held)
+
+    def _pace(self, request: str, paused: bool) -> None:
+        for held in self._helds.values():
+            if held.reserve.request == request:
+                held.is_paused = paused
 
     def _renew(self, ids: tuple[bytes, ...]) -> None:
         for reservation in ids:

@@ -51,6 +51,7 @@ class Held:
     writers: int = 0  # a READ and its thread, which may still write into slots and pages
     job: DecodeJob | None = None
     deadline: float = float("inf")
+    is_paused: bool = False  # its client does not read
     accepted: Future[Accepted] = field(default_factory=promise)
     choices: list[Choice] = field(default_factory=list)
     prompt: frozenset[int] = frozenset()  # distinct prompt ids, for the repetition penalty

@@ -14,6 +14,7 @@ from common.contract.messages import (
     Inventory,
     Load,
     Message,
+    Pace,
     Ping,
     Release,
     Renew,
@@ -69,6 +70,7 @@ class DecodeRoom(TextRoom):
         room.on(Renew, self._renew)
         room.on(Release, self._on_release)
         room.on(Cancel, self._cancel)
+        room.on(Pace, self._pace)
         room.on(Ping, self.load)
         room.on(Inventory, self.holdings)
         room.on_lost = self.engine.caller_lost
@@ -127,6 +129,10 @@ class DecodeRoom(TextRoom):
 
     async def _cancel(self, message: Cancel, caller: str) -> Message:
         self.engine.cancel(message.request)
+        return Done()
+
+    async def _pace(self, message: Pace, caller: str) -> Message:
+        self.engine.pace(message.request, message.paused)
         return Done()
 
     def _push(self, caller: str, frame: TokenFrame) -> None:

@@ -11,7 +11,7 @@ from common.contract.messages import TokenItem, TokenOut
 from common.errors import CapacityError, RoomLost
 from router.admission import Admission
 from router.bell import Bell
-from router.outbox import LIMIT, PATIENCE_S, Outbox
+from router.outbox import GO_AT, LIMIT, STOP_AT, Outbox
 from tests.support.rooms import until
 
 
@@ -144,7 +144,7 @@ def item(number: int) -> TokenItem:
 
 
 async def test_the_outbox_gives_what_it_holds_before_it_tells_of_an_error():
-    box = Outbox()
+    box = Outbox(lambda paused: None)
     box.put(item(1))
     box.close(RoomLost("gone"))
     got = await box.get()
@@ -156,30 +156,29 @@ async def test_the_outbox_gives_what_it_holds_before_it_tells_of_an_error():
 
 
 async def test_the_outbox_ends_once():
-    box = Outbox()
+    box = Outbox(lambda paused: None)
     box.close()
     box.close(RoomLost("too late to matter"))
     assert await box.get() is None
 
 
-async def test_a_reader_may_lag_for_a_while_but_not_for_ever():
-    now = [0.0]
-    box = Outbox(clock=lambda: now[0])
-    assert all(box.put(item(i)) for i in range(LIMIT + 1))
-    now[0] = PATIENCE_S - 1
-    assert box.put(item(0))
-    now[0] = PATIENCE_S + 1
+async def test_a_reader_that_lags_makes_its_writer_pause_until_it_has_caught_up():
+    asked: list[bool] = []
+    box = Outbox(asked.append)
+    for number in range(STOP_AT - 1):
+        assert box.put(item(number))
+    assert asked == []
+    for number in range(LIMIT - STOP_AT + 1):  # frames that were on their way
+        assert box.put(item(number))
+    assert asked == [True] and box.is_paused
+    for _ in range(LIMIT - GO_AT - 1):
+        await box.get()
+    assert asked == [True]
+    await box.get()
+    assert asked == [True, False] and not box.is_paused
+
+
+async def test_a_writer_that_does_not_pause_is_told_when_the_limit_is_passed():
+    box = Outbox(lambda paused: None)
+    assert all(box.put(item(i)) for i in range(LIMIT))
     assert not box.put(item(0))
-
-
-async def test_a_reader_that_catches_up_has_its_patience_back():
-    now = [0.0]
-    box = Outbox(clock=lambda: now[0])
-    for i in range(LIMIT + 1):
-        box.put(item(i))
-    now[0] = PATIENCE_S - 1
-    await box.get()
-    await box.get()
-    assert box.put(item(0))
-    now[0] = PATIENCE_S + 1
-    assert box.put(item(0))

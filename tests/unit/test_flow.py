@@ -345,8 +345,8 @@ async def test_a_reservation_that_is_spent_is_made_again(refusal):
 
 
 async def test_a_client_that_does_not_read_is_given_up_and_counted(monkeypatch):
-    monkeypatch.setattr("router.outbox.LIMIT", 4)
-    monkeypatch.setattr("router.outbox.PATIENCE_S", 0.05)
+    monkeypatch.setattr("router.outbox.STOP_AT", 4)
+    monkeypatch.setattr("router.answer.PATIENCE_S", 0.1)
     world = World()
     async with running(world) as house:
         world.step_s = 0.02
@@ -354,6 +354,7 @@ async def test_a_client_that_does_not_read_is_given_up_and_counted(monkeypatch):
             await until(lambda: "Cancel" in world["d1"].names())
             assert house.tally.snapshot()["baton_slow_readers_total"] == 1
             assert len(journey.answer.log[0]) < 100
+            assert world["d1"].last(m.Pace).paused
             with pytest.raises(Cancelled, match="does not read"):
                 [event async for event in journey.events()]
         await nothing_left(world)
