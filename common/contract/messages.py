@@ -1,6 +1,7 @@
 """Every message between the router and the rooms: msgpack, tagged, strict, versioned.
 
-Longer than 300 lines because the whole contract stands on one page.
+Longer than 300 lines because the whole contract stands on one page, but for what a room says of
+itself (`reports.py`), which is imported from here like the rest.
 
 A message that has an unknown field, lacks one, or has a value of another type is refused while
 decoding. `VERSION` is exchanged in `Hello`; peers of another version are refused there. Durations
@@ -11,20 +12,15 @@ from __future__ import annotations
 
 import msgspec
 
+from common.contract.base import Message as Message
 from common.contract.regions import PoolInfo, Span
+from common.contract.reports import Cached as Cached
+from common.contract.reports import Holdings as Holdings
+from common.contract.reports import Inventory as Inventory
+from common.contract.reports import Load as Load
+from common.contract.reports import Ping as Ping
 
 VERSION = 1
-
-
-class Message(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    forbid_unknown_fields=True,
-    tag=True,
-    omit_defaults=True,
-):
-    """Base of all messages."""
 
 
 class Endpoint(Message, frozen=True, kw_only=True):
@@ -311,56 +307,6 @@ class Refused(Message, frozen=True, kw_only=True):
     code: str
     message: str
     part: str = ""
-
-
-class Ping(Message, frozen=True, kw_only=True):
-    """router → room, every second: a heartbeat. The reply is `Load`."""
-
-
-class Load(Message, frozen=True, kw_only=True):
-    """How busy a replica is.
-
-    Ages and times in seconds; free counts are what a reservation may take.
-    """
-
-    epoch: int
-    queued: int = 0
-    queued_tokens: int = 0
-    running: int = 0
-    free_slots: int = 0
-    free_pages: int = 0
-    total_slots: int = 0
-    total_pages: int = 0
-    oldest_s: float = 0.0
-    suspended: bool = False
-    leaving: bool = False  # it takes no new work
-    counters: dict[str, float] = {}  # metric name and labels, as in common.observe.metrics
-
-
-class Inventory(Message, frozen=True, kw_only=True):
-    """router → room: what do you hold? The reply is `Holdings`."""
-
-
-class Cached(Message, frozen=True, kw_only=True):
-    """What only a cache keeps: counts."""
-
-    pages: int = 0
-    slots: int = 0
-    embeddings: int = 0
-
-
-class Holdings(Message, frozen=True, kw_only=True):
-    """What requests and leases hold: counts. Probes are left out."""
-
-    room: str
-    id: str
-    epoch: int
-    pages: int = 0
-    slots: int = 0
-    quarantine: int = 0
-    embeddings: int = 0
-    tickets: int = 0
-    cached: Cached = Cached()
 
 
 AnyMessage = (
