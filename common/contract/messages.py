@@ -61,7 +61,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     n: int = 1
     max_tokens: int = 1
     min_tokens: int = 0

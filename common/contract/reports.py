@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.contract.base import Message
 
 
@@ -26,7 +28,7 @@ class Load(Message, frozen=True, kw_only=True):
     oldest_s: float = 0.0
     suspended: bool = False
     leaving: bool = False  # it takes no new work
-    counters: dict[str, float] = {}  # metric name and labels, as in common.observe.metrics
+    counters: dict[str, float] = msgspec.field(default_factory=dict)  # by metric and labels
 
 
 class Inventory(Message, frozen=True, kw_only=True):
