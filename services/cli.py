@@ -1,4 +1,4 @@
-"""The `baton` command: serve, check, slice, chat."""
+"""The `baton` command: serve, check, slice, plan, chat."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     cut.add_argument("out", type=Path)
     cut.add_argument("--layers", default="0-3", help="first-last, counted from 0")
     cut.add_argument("--experts", type=int, help="routed experts a layer; default: all")
+    _add_plan(commands.add_parser("plan", help="what so many GPUs can serve, or why not"))
     chat = commands.add_parser("chat", help="talk to a running server")
     chat.add_argument("--url", default="http://127.0.0.1:8000")
     chat.add_argument("--model", default="", help="default: the first that /v1/models lists")
@@ -53,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_check(args.directory, args.prefill, args.decode)
         if args.command == "slice":
             return run_slice(args.out, args.layers, args.experts)
+        if args.command == "plan":
+            return run_plan(args)
         return run_chat(args.url, args.model, args.image)
     except (ServingError, httpx.HTTPError) as error:
         print(f"baton: {error}", file=sys.stderr)
@@ -120,6 +123,44 @@ def run_slice(out: Path, layers: str, experts: int | None) -> int:
     for name in write_slice(out, first=first, last=last, experts=experts):
         print(out / name)
     return 0
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("--gpus", type=int, required=True)
+    plan.add_argument("--gpu", default="h200", help="h200, b200 or b300")
+    plan.add_argument("--context", default="128k", help="most tokens of one request")
+    plan.add_argument("--users", type=int, required=True, help="requests in decode at once")
+    plan.add_argument("--typical", default="", help="tokens a user holds; default: 8k or context")
+    plan.add_argument("--answer", type=int, default=512, help="tokens of an answer")
+    plan.add_argument("--checkpoint", type=Path, help="default: Kimi K3's shapes")
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Divide GPUs between the stages and print what that gives."""
+    from common.config.checkpoint import load_spec, parse_spec
+    from common.config.plan import Wish, plan
+    from common.config.release import RELEASE
+
+    context = _tokens(args.context)
+    wish = Wish(
+        gpus=args.gpus,
+        gpu=args.gpu,
+        context=context,
+        users=args.users,
+        typical=_tokens(args.typical) if args.typical else min(context, 8192),
+        answer=args.answer,
+    )
+    spec = load_spec(args.checkpoint) if args.checkpoint else parse_spec(RELEASE)
+    for line in plan(spec, wish).lines():
+        print(line)
+    return 0
+
+
+def _tokens(text: str) -> int:
+    number, unit = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    if not number.isdecimal() or not int(number):
+        raise ConfigError(f"{text!r} is no number of tokens; write 8192 or 8k")
+    return int(number) * unit
 
 
 def _pair(text: str, between: str) -> tuple[int, int]:

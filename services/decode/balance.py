@@ -43,7 +43,8 @@ def balance(load: Sequence[float], *, shares: int, places: int, nodes: int = 1) 
             f"{len(load)} experts do not fit {shares} shares of {places}; "
             f"give each at least {-(-len(load) // shares)} places"
         )
-    inside, chosen = shares // nodes, []
+    inside = shares // nodes
+    chosen: list[list[int]] = []
     for experts in _divide(load, nodes, inside * places):
         counts = _copies(load, experts, inside * places, inside)
         chosen += _pack(load, counts, inside, places)
@@ -76,10 +77,10 @@ def settled(old: Placement, new: Placement) -> Placement:
 def moves(old: Placement, new: Placement) -> tuple[Move, ...]:
     """Weights to fetch for a settled placement, the sources used in turn."""
     holders: dict[int, list[int]] = {}
+    found: list[Move] = []
     for number, share in enumerate(old.shares):
         for expert in share:
             holders.setdefault(expert, []).append(number)
-    found = []
     for number, share in enumerate(new.shares):
         before = old.shares[number]
         for place, expert in enumerate(share):
