@@ -11,12 +11,13 @@ from tests.support.fleet import Fleet, exit_code, fleet
 from tests.support.processes import write_settings
 from tests.support.prompts import image, question
 
+PORTS = {"port": 0, "admin_port": 0}
 ROUTER = {"heartbeat_s": 0.2, "silent_s": 3.0}
 LONG = {"max_tokens": 150, "temperature": 1.0, "seed": 3}
 
 
 def settings(folder, **tables):
-    return write_settings(folder / "settings.toml", {"router": ROUTER} | tables)
+    return write_settings(folder / "settings.toml", {"server": PORTS, "router": ROUTER} | tables)
 
 
 async def test_a_decode_process_told_to_leave_takes_nothing_new_finishes_its_stream_and_exits(
@@ -48,7 +49,7 @@ async def told(running: Fleet, process) -> None:
 
 
 async def test_a_stream_longer_than_the_drain_time_is_continued_elsewhere(tmp_path):
-    path = settings(tmp_path, server={"drain_s": 0.5})
+    path = settings(tmp_path, server=PORTS | {"drain_s": 0.5})
     async with fleet(path, decode=2) as running:
         whole = await running.run(running.task(question(1), **LONG))
         got = []

@@ -17,8 +17,7 @@ from pathlib import Path
 from common.config.loading import load_settings
 from common.contract.messages import Load, Ping
 from common.errors import ServingError
-from router.house import House
-from router.readiness import Readiness
+from router.app import Router
 from router.seats import Seat, Seats
 from tests.support.processes import SECRET, Process, start
 from tests.support.relay import Relay
@@ -31,6 +30,8 @@ class Fleet(Relay):
     """Processes by kind of room, and the router's insides in this process."""
 
     path: Path = Path()
+    url: str = ""
+    admin_url: str = ""
     seats: Seats = field(default_factory=Seats)
     processes: list[Process] = field(default_factory=list)
     former: list[Process] = field(default_factory=list)  # dead or leaving
@@ -127,20 +128,23 @@ def exit_code(process: Process, within_s: float) -> int | None:
 
 @contextlib.asynccontextmanager
 async def fleet(
-    path: Path, *, encoder: int = 0, prefill: int = 1, decode: int = 1, context: int = 4096
+    path: Path, *, encoder: int = 0, prefill: int = 1, decode: int = 1
 ) -> AsyncIterator[Fleet]:
-    """So many processes of each room, all ended on the way out; `path` is a deployment file."""
+    """So many processes of each room behind a router that listens for HTTP in this one.
+
+    All end on the way out; `path` is a deployment file whose ports are 0.
+    """
     seats = Seats()
-    house = House(load_settings(path, {}), seats, secret=SECRET, name="test")
-    running = Fleet(house, path=path, seats=seats)
-    house.start()
-    prober = asyncio.create_task(Readiness(house, context=context).run())
+    router = Router(load_settings(path, {}), seats, secret=SECRET, name="test")
+    running = Fleet(router.house, path=path, seats=seats)
+    await router.start()
+    running.url = f"http://127.0.0.1:{router.public.port}"
+    running.admin_url = f"http://127.0.0.1:{router.admin.port}"
     try:
         wanted = ["encoder"] * encoder + ["prefill"] * prefill + ["decode"] * decode
         await asyncio.gather(*[running.add(room) for room in wanted])
         await running.ready()
         yield running
     finally:
-        prober.cancel()
-        await house.stop()
+        await router.stop()
         await asyncio.to_thread(running.end)
