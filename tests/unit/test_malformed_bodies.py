@@ -20,6 +20,8 @@ from router.schema import (
     parse_chat,
     parse_completion,
 )
+from router.schema.anthropic_chat import parse_messages
+from router.schema.responses_chat import parse_response
 from tests.support.nano import nano_tokenizer
 
 TOKENIZER = nano_tokenizer()
@@ -73,6 +75,69 @@ CHAT = {
     "baton_script_ids": [5],
     "max_tokens": 5,
 }
+MESSAGES = {
+    "model": "nano",
+    "max_tokens": 5,
+    "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "a"},
+                {"type": "image", "source": {"type": "url", "url": "https://x"}},
+                {"type": "image", "source": {"type": "base64", "media_type": "x", "data": "x"}},
+            ],
+        },
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "r", "signature": "s"},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "c1", "name": "tide", "input": {"a": [1, 1e-7]}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": "6", "is_error": True},
+                {"type": "text", "text": "b"},
+            ],
+        },
+    ],
+    "tools": [{"name": "tide", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "tool", "name": "tide", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 2048},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"a": 1}}},
+    "stop_sequences": ["x"],
+    "top_k": 5,
+    "stream": True,
+    "metadata": {"user_id": "u"},
+}
+RESPONSES = {
+    "model": "nano",
+    "instructions": "s",
+    "input": [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "a"},
+                {"type": "input_image", "image_url": "data:x", "detail": "low"},
+            ],
+        },
+        {"type": "reasoning", "summary": [{"text": "s"}], "content": [{"text": "r"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "c1", "name": "tide", "arguments": '{"a": [1]}'},
+        {"type": "function_call_output", "call_id": "c1", "output": "6"},
+    ],
+    "tools": [{"type": "function", "name": "tide", "parameters": {"type": "object"}}],
+    "tool_choice": {"type": "function", "name": "tide"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"a": 1}, "strict": True}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "max_output_tokens": 5,
+    "include": ["reasoning.encrypted_content"],
+    "metadata": {"k": "v"},
+    "stream": True,
+}
 TEXT = {"model": "nano", "prompt": [[5, 6], [7]], "n": 2, "max_tokens": 5, "logprobs": 1}
 ODD = (
     None,
@@ -124,7 +189,18 @@ def mutated(body, rng: random.Random):
 
 
 def answer_chat(raw: bytes) -> None:
-    request = parse_chat(raw, LIMITS)
+    answer_request(parse_chat(raw, LIMITS))
+
+
+def answer_message(raw: bytes) -> None:
+    answer_request(parse_messages(raw, LIMITS).chat)
+
+
+def answer_response(raw: bytes) -> None:
+    answer_request(parse_response(raw, LIMITS).chat)
+
+
+def answer_request(request) -> None:
     images = [ImageRef(digest=b"", width=1, height=1, tokens=1)] * len(
         image_sources(request.messages)
     )
@@ -148,7 +224,13 @@ def answer_text(raw: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "answer", "count"), [(CHAT, answer_chat, 4000), (TEXT, answer_text, 1000)]
+    ("body", "answer", "count"),
+    [
+        (CHAT, answer_chat, 4000),
+        (TEXT, answer_text, 1000),
+        (MESSAGES, answer_message, 2000),
+        (RESPONSES, answer_response, 2000),
+    ],
 )
 def test_a_malformed_body_is_refused_or_read(body, answer, count):
     rng = random.Random(0)
