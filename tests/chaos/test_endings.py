@@ -63,7 +63,7 @@ async def test_an_answer_whose_decode_engine_fails_continues_elsewhere_token_for
                     room.engine._model = None
         assert got == whole
         assert room.room.ended.is_set() and not room.room.wires
-        assert relay.house.tally.snapshot()['baton_replays_total{room="decode"}'] == 1
+        assert relay.house.tally.snapshot()['baton_replays_total{died="decode"}'] == 1
         await relay.nothing_left()
 
 
