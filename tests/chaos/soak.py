@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import random
 import signal
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from common.config.loading import load_settings
-from common.contract.messages import CacheTicket, Inventory
+from common.contract.messages import Cached, CacheTicket, Holdings, Inventory, Ping
 from common.errors import ServingError
 from router.house import House
 from router.journey import Journey
@@ -51,7 +52,9 @@ class Tale:
     replays: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)  # honest ones, by code
-    resident: list[float] = field(default_factory=list)  # MB of all rooms, as time goes by
+    # (requests so far, MB) of each process as time goes by, by room and process id
+    resident: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    took_s: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     def last_line(self) -> str:
@@ -63,9 +66,24 @@ class Tale:
 
     def details(self) -> str:
         parts = [f"faults {dict(self.faults)}", f"honest errors {dict(self.errors)}"]
-        if self.resident:
-            parts.append(f"resident {self.resident[0]:.0f} to {self.resident[-1]:.0f} MB")
+        if slopes := [(slope(seen), name) for name, seen in self.resident.items()]:
+            steepest = ", ".join(f"{name} {rise:+.1f}" for rise, name in sorted(slopes)[::-1][:3])
+            parts.append(f"resident memory, MB per 1,000 requests, steepest first: {steepest}")
+        parts.append(f"{self.requests / max(self.took_s, 1e-9):.1f} requests/s")
         return "; ".join([*parts, *self.notes])
+
+
+WARM = 3  # first samples of a process that its slope leaves out: pools and caches fill
+
+
+def slope(seen: list[tuple[int, float]]) -> float:
+    """MB per 1,000 requests, by least squares; 0 for a process that was not there for long."""
+    points = seen[WARM:]
+    if len(points) < 2 * WARM:
+        return 0.0
+    mean_x, mean_y = (sum(axis) / len(points) for axis in zip(*points, strict=True))
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return 1000 * sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
 
 
 class Soak:
@@ -104,7 +122,7 @@ class Soak:
 
     async def run(self, questions: list[Question], number: int, faults: int) -> Tale:
         """Ask `number` questions, a few at a time, with so many faults spread among them."""
-        at = sorted(self._random.sample(range(2, number), faults))
+        at, began = sorted(self._random.sample(range(2, number), faults)), time.monotonic()
         gate = asyncio.Semaphore(AT_ONCE)
         tasks: list[asyncio.Task[None]] = []
         trouble = asyncio.create_task(asyncio.sleep(0))
@@ -117,9 +135,10 @@ class Soak:
             task = asyncio.create_task(self._ask(question, client, self._random.random()))
             task.add_done_callback(lambda _: gate.release())
             tasks.append(task)
-            if index % max(1, number // 20) == 0:
-                self.tale.resident.append(self._resident())
+            if index % max(1, number // 40) == 0:
+                self._note_resident(index)
         await asyncio.gather(*tasks, trouble)
+        self.tale.took_s = time.monotonic() - began
         await self._count_leaks()
         counters = self.house.tally.snapshot()
         self.tale.replays = int(sum(v for k, v in counters.items() if "replays_total" in k))
@@ -172,8 +191,7 @@ class Soak:
             self.tale.faults[fault] += 1
             self._refuse_next = True
             return
-        victims = [i for i, p in enumerate(self.processes) if REPLICAS[p.room] > 1]
-        index = self._random.choice(victims)
+        index = self._random.randrange(len(self.processes))
         process = self.processes[index]
         self.tale.faults[f"{fault} {process.room}"] += 1
         if fault == "stop":
@@ -224,21 +242,32 @@ class Soak:
     async def _count_leaks(self) -> None:
         until = time.monotonic() + 10.0
         while True:
-            asked = [replica.call(Inventory()) for replica in self.house.board.connected()]
-            held = await asyncio.gather(*asked)
+            replicas = self.house.board.connected()
+            asked = await asyncio.gather(*[replica.call(Inventory()) for replica in replicas])
+            held = [h for h in asked if isinstance(h, Holdings)]
             self.tale.leaked = sum(
                 h.pages + h.slots + h.embeddings + h.tickets + h.quarantine for h in held
             )
+            for replica, h in zip(replicas, held, strict=True):
+                if replica.room != "encoder":  # what the pools themselves say
+                    self.tale.leaked += await lost(replica, h.cached)
             if not self.tale.leaked or time.monotonic() > until:
                 return
             await asyncio.sleep(0.1)
 
-    def _resident(self) -> float:
-        total = 0
-        for process in self.processes:
+    def _note_resident(self, index: int) -> None:
+        pids = {f"{p.room} {p.popen.pid}": p.popen.pid for p in self.processes}
+        for name, pid in (pids | {"router": os.getpid()}).items():
             with contextlib.suppress(psutil.Error):
-                total += psutil.Process(process.popen.pid).memory_info().rss
-        return total / 1e6
+                resident = psutil.Process(pid).memory_info().rss / 1e6
+                self.tale.resident.setdefault(name, []).append((index, resident))
+
+
+async def lost(replica, cached: Cached) -> int:
+    """Slots and pages that are neither free nor kept by a cache."""
+    load = await replica.call(Ping())
+    slots = load.total_slots - load.free_slots - cached.slots
+    return max(0, slots) + max(0, load.total_pages - load.free_pages - cached.pages)
 
 
 async def soak(folder: Path, *, number: int, seed: int, prompts: int, faults: int) -> Tale:
