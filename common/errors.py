@@ -17,6 +17,7 @@ ServingError
 ├── TransferError         503   bytes could not be moved
 │   └── HandoffRefused          what arrived, or was promised, is not what was signed
 ├── PoisonedState         500   a non-finite value was found in a request's state or logits
+├── DeadEnd               500   the answer's grammar allows no token
 ├── DeadlineExceeded      504
 └── Cancelled                   the client left; never reaches HTTP
 """
@@ -157,6 +158,12 @@ class PoisonedState(ServingError):
     """A non-finite value was found in a request's logits or state."""
 
     code = "non_finite"
+
+
+class DeadEnd(ServingError):
+    """The grammar that the answer must follow allows no token at all."""
+
+    code = "grammar_dead_end"
 
 
 class DeadlineExceeded(ServingError):

@@ -78,6 +78,7 @@ class Router:
         if self._prober is not None:
             self._prober.cancel()
         await self.house.stop()
+        await self.desk.grammars.close()
 
     @property
     def is_alive(self) -> bool:

@@ -22,8 +22,10 @@ from common.config.settings import Settings
 from common.config.spec import ModelSpec
 from common.contract.messages import ImageRef, Sampling
 from router.bodies import Origin
+from router.grammars import Grammars
 from router.images import FetchedImage, fetch_images
 from router.jobs import Task
+from router.prompt.form import Form, form_of, needs_form
 from router.prompt.scripting import script_ids
 from router.prompt.template import Prompt, render
 from router.prompt.tokenizer import load_tokenizer
@@ -66,6 +68,7 @@ class Desk:
         directory = Path(settings.model.path)
         self.settings = settings
         self.tokenizer = load_tokenizer(directory)
+        self.grammars = Grammars(directory, settings.grammar)
         self._rules = load_image_rules(directory) if spec.vision is not None else None
         self.limits = RequestLimits(
             models=frozenset({settings.model.name}),
@@ -95,14 +98,21 @@ class Desk:
         return await self.read(parse_chat, body)
 
     async def order_chat(self, request: ChatRequest, origin: Origin) -> ChatOrder:
-        """Fetch the request's images and render its prompt.
+        """Settle the form of the answer, fetch the request's images and render its prompt.
 
         Raises:
-            InvalidRequest: an image is refused, or the prompt does not fit.
+            InvalidRequest: a form cannot be enforced, an image is refused, or the prompt does not
+                fit.
         """
+        form: Form | None = None
+        if needs_form(request):
+            form = await asyncio.to_thread(self._form, request)
+            await self.grammars.check(form)
         images = await self._fetch(request)
         prompt = await asyncio.to_thread(self._render, request, images)
         sampling = fit_sampling(request, len(prompt.token_ids), self.limits)
+        if form is not None:
+            sampling = msgspec.structs.replace(sampling, grammar=form.grammar)
         if request.script is not None:
             script = script_ids(self.tokenizer, request.script)
             sampling = msgspec.structs.replace(sampling, script=script)
@@ -175,6 +185,9 @@ class Desk:
             canary=random.random() < self.settings.router.canary_share,
             trace=origin.trace,
         )
+
+    def _form(self, request: ChatRequest) -> Form:
+        return form_of(self.tokenizer, request, source_bytes=self.settings.grammar.source_bytes)
 
     def _render(self, request: ChatRequest, images: list[FetchedImage]) -> Prompt:
         return render(

@@ -109,6 +109,19 @@ class RouterSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarSettings:
+    """The [grammar] table: answers in a given form. Compiled in a process of the router's."""
+
+    source_bytes: int = 256 << 10  # of a schema, expression or grammar, written out
+    compile_s: float = 2.0
+    memory_bytes: int = 1 << 30  # of the compiling process, beyond what the vocabulary takes
+    cache_bytes: int = 64 << 20  # of compiled grammars, in every room and router
+
+    def __post_init__(self) -> None:
+        _positive("grammar", {"source_bytes": self.source_bytes, "compile_s": self.compile_s})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderSettings:
     """The [encoder] table."""
 
@@ -255,6 +268,7 @@ class Settings:
     access: AccessSettings = field(default_factory=AccessSettings)
     images: ImageSettings = field(default_factory=ImageSettings)
     router: RouterSettings = field(default_factory=RouterSettings)
+    grammar: GrammarSettings = field(default_factory=GrammarSettings)
     encoder: EncoderSettings = field(default_factory=EncoderSettings)
     prefill: PrefillSettings = field(default_factory=PrefillSettings)
     decode: DecodeSettings = field(default_factory=DecodeSettings)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from common.contract.base import Message as Message
+from common.contract.grammar import Grammar
 from common.contract.regions import PoolInfo, Span
 from common.contract.reports import Cached as Cached
 from common.contract.reports import Holdings as Holdings
@@ -68,6 +69,7 @@ class Sampling(Message, frozen=True, kw_only=True):
     stop_ids: tuple[int, ...] = ()  # generation ends with one of these
     logprobs: int | None = None  # None: off; k: the chosen token and the k best
     script: tuple[int, ...] | None = None
+    grammar: Grammar | None = None  # masks follow it from the first token on
 
 
 class TokenOut(Message, frozen=True, kw_only=True):

@@ -6,12 +6,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 
 from common.config.settings import Settings
 from common.contract.messages import EmbedTicket, Endpoint, Offer
 from common.contract.protocol import lease_left
 from common.contract.regions import PoolInfo
 from common.errors import Cancelled
+from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
@@ -57,6 +59,9 @@ class TextRoom:
             verifying=settings.testing.verify,
         )
         self._deadline_s = transfer.deadline_s
+        self.grammars = GrammarShelf(
+            Path(settings.model.path), cache_bytes=settings.grammar.cache_bytes
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self, host: str, engine: EngineLoop) -> Endpoint:
@@ -75,6 +80,7 @@ class TextRoom:
         await self.room.close()
         await asyncio.to_thread(engine.stop)
         self.threads.shutdown(wait=False, cancel_futures=True)
+        self.grammars.close()
 
     def release(self, owner: Endpoint, nonce: bytes, outcome: str) -> None:
         """Tell another room how its ticket ended; from any thread."""

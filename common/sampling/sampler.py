@@ -3,7 +3,8 @@
 The only place that knows what the fields of `Sampling` mean. It holds nothing between calls: a row
 brings its position and its counts along. It does not stop a request and knows no text.
 
-Order: logit_bias, min_tokens, repetition, frequency and presence, temperature, top_k, top_p, min_p.
+Order: logit_bias, min_tokens, repetition, frequency and presence, the grammar's mask, temperature,
+top_k, top_p, min_p. A scripted token is above all of them, the mask included.
 Log-probabilities are those of the model: the log-softmax of the raw logits, before any of these.
 
 A row's result is bit for bit the same alone and in any batch. On a CPU that is by construction: the
@@ -17,12 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from common.contract.messages import Sampling, TokenOut
-from common.errors import PoisonedState
+from common.errors import DeadEnd, PoisonedState, ServingError
 from common.sampling import noise
 
 _FIXED_POINT = 2.0**40  # the best id's weight; the sum over 2**22 such ids still fits in int64
@@ -38,9 +40,22 @@ class Row:
     position: int = 0  # tokens this choice has emitted so far
     counts: Mapping[int, int] = field(default_factory=dict)  # how often each was emitted
     prompt: Collection[int] = ()  # distinct ids of the prompt; only the repetition penalty looks
+    mask: bytes | None = None  # ids that may come, a bit each, low bit first; None: all of them
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState]:
+class Masking(Protocol):
+    """A position in a grammar."""
+
+    def mask(self) -> bytes: ...
+
+
+def mask_of(sampling: Sampling, position: int, matcher: Masking | None) -> bytes | None:
+    """The mask for the token at `position`; None without a grammar, and while a script speaks."""
+    scripted = sampling.script is not None and position < len(sampling.script)
+    return None if matcher is None or scripted else matcher.mask()
+
+
+def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingError]:
     """Choose the next token of every row.
 
     Args:
@@ -50,8 +65,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState
             `script[position]`; its log-probability still comes from the logits.
 
     Returns:
-        One result a row: a token (with log-probabilities where `sampling.logprobs` is set), or a
-        `PoisonedState` to be raised for that row alone when any of its logits is not finite.
+        One result a row: a token (with log-probabilities where `sampling.logprobs` is set), or an
+        error to be raised for that row alone: a `PoisonedState` when any of its logits is not
+        finite, a `DeadEnd` when its mask leaves no token.
 
     Raises:
         ValueError: the logits' shape or dtype is not the above.
@@ -67,16 +83,19 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState
     return _together(logits, rows) if rows else []
 
 
-def _together(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | PoisonedState]:
+def _together(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingError]:
     """Sample rows in one go."""
     low, high = torch.aminmax(logits, dim=-1)  # both carry a NaN through
     healthy = low.isfinite() & high.isfinite()
-    chosen = _choose(logits, rows)
+    chosen, stuck = _choose(logits, rows)
     tokens = _tokens(logits, chosen, rows, healthy)
-    return [
-        token if is_healthy else _poisoned(logits[i], rows[i])
-        for i, (token, is_healthy) in enumerate(zip(tokens, healthy.tolist(), strict=True))
-    ]
+    results: list[TokenOut | ServingError] = []
+    for i, (token, is_healthy) in enumerate(zip(tokens, healthy.tolist(), strict=True)):
+        if not is_healthy:
+            results.append(_poisoned(logits[i], rows[i]))
+        else:
+            results.append(_dead_end(rows[i]) if i in stuck else token)
+    return results
 
 
 def _is_plain(row: Row) -> bool:
@@ -93,20 +112,25 @@ def _is_scripted(row: Row) -> bool:
 def _is_adjusted(row: Row) -> bool:
     s = row.sampling
     return bool(
-        s.logit_bias
+        row.mask is not None
+        or s.logit_bias
         or row.position < s.min_tokens
         or s.repetition != 1
         or ((s.presence or s.frequency) and row.counts)
     )
 
 
-def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The chosen id of each row; int64 [R]. Rows with bad logits get any id."""
+def _choose(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, set[int]]:
+    """The chosen id of each row, int64 [R], and the rows whose masks left none.
+
+    Rows with bad logits, or without a token left, get any id.
+    """
     adjusted = logits
     if any(_is_adjusted(row) for row in rows):
         adjusted = logits.clone()
         for i, row in enumerate(rows):
             _adjust(adjusted[i], row)
+    stuck = _stuck(adjusted, rows)
     chosen = adjusted.argmax(-1)
     if any(row.sampling.temperature > 0 and not _is_scripted(row) for row in rows):
         is_drawn = torch.tensor(
@@ -117,7 +141,27 @@ def _choose(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         if _is_scripted(row):
             assert row.sampling.script is not None
             chosen[i] = row.sampling.script[row.position]
-    return chosen
+    return chosen, stuck
+
+
+def _stuck(adjusted: Tensor, rows: Sequence[Row]) -> set[int]:
+    """Masked rows without a token left; their logits are made plain again, so that no NaN comes."""
+    masked = [i for i, row in enumerate(rows) if row.mask is not None and not _is_scripted(row)]
+    if not masked:
+        return set()
+    best: list[float] = adjusted.amax(-1).tolist()
+    stuck = {i for i in masked if best[i] == _NEVER}
+    for i in stuck:
+        adjusted[i] = 0.0
+    return stuck
+
+
+def unpack(mask: bytes, vocab: int, device: torch.device) -> Tensor:
+    """A mask of bits as bool [vocab]; ids beyond its end are not allowed."""
+    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(device)
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
+    allowed = bits.flatten()[:vocab].bool()
+    return torch.nn.functional.pad(allowed, (0, vocab - allowed.shape[0]))
 
 
 def _adjust(logits: Tensor, row: Row) -> None:
@@ -141,6 +185,8 @@ def _adjust(logits: Tensor, row: Row) -> None:
         seen = index(row.counts)
         count = torch.tensor([row.counts[i] for i in row.counts if 0 <= i < vocab], device=device)
         logits[seen] -= s.frequency * count + s.presence
+    if row.mask is not None and not _is_scripted(row):
+        logits.masked_fill_(~unpack(row.mask, vocab, device), _NEVER)
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -230,4 +276,11 @@ def _poisoned(logits: Tensor, row: Row) -> PoisonedState:
     return PoisonedState(
         f"{bad} of {logits.shape[0]} logits are not finite at token {row.position} of choice "
         f"{row.choice}; its state cannot be trusted, send the request again"
+    )
+
+
+def _dead_end(row: Row) -> DeadEnd:
+    return DeadEnd(
+        f"the grammar of the answer allows no token at position {row.position} of choice "
+        f"{row.choice}; the request was ended"
     )

@@ -6,7 +6,6 @@ Nothing here knows of messages or channels.
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -14,47 +13,7 @@ from pathlib import Path
 
 import tiktoken
 
-from common.errors import CheckpointError
-
-SLOTS = 256  # special slots after the ranks
-
-# Offsets of the named slots from the first one. The release's slots keep these offsets in relatives
-# of another vocabulary; every other slot is called by its own id.
-NAMED = {
-    0: "[BOS]",
-    1: "[EOS]",
-    2: "<|end_of_msg|>",
-    3: "<|open|>",
-    4: "<|close|>",
-    5: "<|sep|>",
-    6: "[start_header_id]",
-    7: "[end_header_id]",
-    9: "[EOT]",
-    18: "<|media_begin|>",
-    19: "<|media_content|>",
-    20: "<|media_end|>",
-    21: "<|media_pad|>",
-    65: "<osagent_mode>",
-    254: "[UNK]",
-    255: "[PAD]",
-}
-
-# How text is cut into pieces before merging. Han is kept apart from other letters.
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-PIECES = "|".join(
-    (
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
+from common.config.vocabulary import PIECES, SLOTS, control_tokens, read_ranks
 
 # The release encodes long text in stretches of this many characters, and cuts runs without (or
 # of nothing but) white space; the same cuts give the same ids and bound the work of one piece.
@@ -74,13 +33,10 @@ class Tokenizer:
         Raises:
             CheckpointError: the file is missing or is not a list of base64 pieces and ranks.
         """
-        ranks = _read_ranks(path)
+        ranks = read_ranks(path)
         self.base = len(ranks)
         self.vocab = self.base + SLOTS
-        self.specials = {
-            NAMED.get(slot, f"<|reserved_token_{self.base + slot}|>"): self.base + slot
-            for slot in range(SLOTS)
-        }
+        self.specials = control_tokens(self.base)
         self.end_of_msg = self.specials["<|end_of_msg|>"]
         self.open = self.specials["<|open|>"]
         self.close = self.specials["<|close|>"]
@@ -143,21 +99,6 @@ def _parts(text: str) -> Iterator[str]:
                 yield stretch[begin:cut]
                 begin = cut
         yield stretch[begin:]
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    try:
-        lines = path.read_text().split("\n")
-        ranks = {
-            base64.b64decode(piece): int(rank) for piece, rank in (x.split() for x in lines if x)
-        }
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist; a checkpoint needs its tokenizer") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not a list of pieces and ranks: {error}") from None
-    if sorted(ranks.values()) != list(range(len(ranks))):
-        raise CheckpointError(f"{path} does not number its {len(ranks)} pieces from 0 upwards")
-    return ranks
 
 
 @lru_cache(maxsize=8)

@@ -27,6 +27,7 @@ from common.errors import (
     Cancelled,
     DeadlineExceeded,
     HandoffRefused,
+    PoisonedState,
     RoomLost,
     ServingError,
 )
@@ -240,11 +241,14 @@ class DecodeEngine:
     def _emit(self, held: Held, choice: Choice, token: TokenOut | ServingError) -> None:
         assert held.job is not None
         if isinstance(token, ServingError):
-            self._tally.add("baton_poisoned_total")
+            if isinstance(token, PoisonedState):
+                self._tally.add("baton_poisoned_total")
             self._finish(held, choice, "error", token)
             return
         choice.tokens.append(token.id)
         choice.counts[token.id] += 1
+        if choice.matcher is not None:
+            choice.matcher.take(token.id)
         finish = finish_of(held.job.sampling, token.id, len(choice.tokens))
         if finish:
             self._finish(held, choice, finish, None, (token,))

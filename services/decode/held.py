@@ -16,10 +16,11 @@ from common.cache.mla_pool import pages_of
 from common.config.spec import CHUNK
 from common.contract.messages import Accepted, DecodeJob, Reserve
 from common.errors import CapacityError, InvalidRequest
+from common.grammar.library import Matcher
 from common.model.batch import Share
 from common.runtime.loop import promise
 from common.runtime.memory import TextMemory
-from common.sampling.sampler import Row
+from common.sampling.sampler import Row, mask_of
 
 
 @dataclass(slots=True, eq=False)
@@ -34,6 +35,7 @@ class Choice:
     counts: Counter[int] = field(default_factory=Counter)
     last_step: int = 0
     finish: str = ""
+    matcher: Matcher | None = None  # stands after `tokens`
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +57,7 @@ class Held:
     accepted: Future[Accepted] = field(default_factory=promise)
     choices: list[Choice] = field(default_factory=list)
     prompt: frozenset[int] = frozenset()  # distinct prompt ids, for the repetition penalty
+    matcher: Matcher | None = None  # stands at the answer's beginning
 
     @property
     def canary_slot(self) -> int:
@@ -129,10 +132,12 @@ def share_of(held: Held, choice: Choice) -> Share:
 def row_of(held: Held, choice: Choice) -> Row:
     """What sampling its next token needs to know."""
     assert held.job is not None
+    sampling, position = held.job.sampling, len(choice.tokens)
     return Row(
-        sampling=held.job.sampling,
+        sampling=sampling,
         choice=choice.index,
-        position=len(choice.tokens),
+        position=position,
         counts=choice.counts,
         prompt=held.prompt,
+        mask=mask_of(sampling, position, choice.matcher),
     )

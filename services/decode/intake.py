@@ -1,4 +1,4 @@
-"""Taking in a hand-off: check the ticket, READ, verify. Runs in a transfer thread.
+"""Taking in a hand-off: check the ticket, READ, verify, compile its grammar; in a transfer thread.
 
 Nothing here touches the engine's state: the destination is the request's own slots and pages, and
 what became of the READ is told through `read_ended`.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from common.contract.messages import DecodeJob
 from common.contract.prefixes import token_hash
 from common.errors import HandoffRefused, ServingError
+from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
 from common.ops.digest import Signature
 from common.runtime.identity import Identity
@@ -47,6 +48,7 @@ class Intake:
         memory: TextMemory,
         receiver: Receiver,
         identity: Identity,
+        grammars: GrammarShelf,
         *,
         deadline_s: float,
         claim: Claim,
@@ -56,6 +58,7 @@ class Intake:
         verification, only with [testing].
         """
         self._memory, self._receiver, self._identity = memory, receiver, identity
+        self._grammars = grammars
         self._deadline_s, self._claim, self.tamper = deadline_s, claim, tamper
 
     def take(
@@ -82,6 +85,8 @@ class Intake:
             self.tamper(held, self._memory)
         self._receiver.verify(job.ticket.seal.digests, lambda: self._measure(held))
         self._memory.latents.zero_rest(held.prompt_pages, held.reserve.prompt_tokens)
+        if job.sampling.grammar is not None:
+            held.matcher = self._grammars.matcher(job.sampling.grammar)
         now = time.monotonic()
         return Times(wait_s=started - posted, pull_s=pulled - started, verify_s=now - pulled)
 

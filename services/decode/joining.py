@@ -6,12 +6,14 @@ Runs in the engine's thread, between two steps.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
 from common.config.spec import CHUNK
 from common.contract.finish import finish_of
 from common.contract.messages import DecodeJob
+from common.grammar.library import Matcher
 from common.model.batch import Share, StepBatch
 from common.model.text import TextModel
 from common.runtime.memory import TextMemory
@@ -46,9 +48,19 @@ def join(held: Held, job: DecodeJob, memory: TextMemory) -> list[Choice]:
                 tokens=tokens,
                 counts=Counter(tokens),
                 finish=finish_of(job.sampling, tokens[-1], len(tokens)),
+                matcher=_placed(held.matcher, tokens),
             )
         )
     return choices
+
+
+def _placed(start: Matcher | None, tokens: Sequence[int]) -> Matcher | None:
+    """A matcher of the choice's own, behind what the choice has emitted."""
+    if start is None:
+        return None
+    matcher = start.copy()
+    matcher.take(*tokens)
+    return matcher
 
 
 def canary_difference(held: Held, job: DecodeJob, model: TextModel, memory: TextMemory) -> float:

@@ -45,6 +45,7 @@ class DecodeRoom(TextRoom):
             self.memory,
             self.receiver,
             self.identity,
+            self.grammars,
             deadline_s=transfer.deadline_s,
             claim=self.claim,
         )

@@ -28,6 +28,8 @@ from common.errors import (
     RoomLost,
     ServingError,
 )
+from common.grammar.library import Matcher
+from common.grammar.shelf import GrammarShelf
 from common.model.batch import StepBatch
 from common.model.text import TextModel
 from common.observe.metrics import Tally
@@ -50,12 +52,14 @@ class PrefillEngine:
         model: TextModel,
         memory: TextMemory,
         puller: EmbedPuller,
+        grammars: GrammarShelf,
         owner: Owner,
         settings: PrefillSettings,
         tally: Tally,
     ) -> None:
         """Build the engine; `loop.start()` begins."""
         self._model, self._memory, self._puller = model, memory, puller
+        self._grammars = grammars
         self._owner, self._settings, self._tally = owner, settings, tally
         self.plant: Plant | None = None  # a test's: called with a step's shares before it
         self._works: list[Work] = []  # oldest first; ended ones are removed
@@ -97,6 +101,21 @@ class PrefillEngine:
             work.future.set_exception(error)
             return
         self._works.append(work)
+        if work.job.sampling.grammar is not None:
+            work.stage = "compiling"
+            compiled = self._grammars.begin(work.job.sampling.grammar)
+            compiled.add_done_callback(partial(self._compiled, work))
+
+    def _compiled(self, work: Work, future: Future[Matcher]) -> None:
+        def go_on() -> None:
+            if work.stage != "compiling":
+                return
+            if (error := future.exception()) is not None:
+                self._end(work, error)
+                return
+            work.stage, work.matcher = "queued", future.result()
+
+        self.loop.post(go_on)
 
     def _refuse_impossible(self, work: Work) -> None:
         job, pages = work.job, self._memory.pages.total
@@ -104,7 +123,10 @@ class PrefillEngine:
             raise InvalidRequest("the prompt is empty")
         if pages_of(work.total) > pages:
             raise InvalidRequest(f"a prompt of {work.total} tokens needs more than {pages} pages")
-        if sum(w.stage == "queued" for w in self._works) >= self._settings.queue_limit:
+        if (
+            sum(w.stage in ("compiling", "queued") for w in self._works)
+            >= self._settings.queue_limit
+        ):
             raise CapacityError(f"{self._settings.queue_limit} prompts wait here already")
 
     def _step(self) -> bool:
@@ -208,6 +230,7 @@ class PrefillEngine:
             slot=work.slot,
             canary_slot=work.canary_slot,
             pages=work.pages,
+            matcher=work.matcher,
             wait_s=work.started - work.arrived,
             compute_s=time.monotonic() - work.started,
         )

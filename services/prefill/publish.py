@@ -13,9 +13,10 @@ from torch import Tensor
 
 from common.contract.messages import CacheTicket, Part, PrefillJob, Seal, TokenOut
 from common.contract.prefixes import token_hash
-from common.errors import PoisonedState
+from common.errors import PoisonedState, ServingError
+from common.grammar.library import Matcher
 from common.runtime.memory import TextMemory
-from common.sampling.sampler import Row, sample
+from common.sampling.sampler import Row, mask_of, sample
 from common.transfer.owner import Owner
 
 CANARY_TOP = 8  # logits a canary is compared on
@@ -32,6 +33,7 @@ class Finished:
     pages: tuple[int, ...]
     wait_s: float
     compute_s: float
+    matcher: Matcher | None = None  # at the answer's beginning
 
 
 def publish(
@@ -52,10 +54,11 @@ def publish(
 
     Raises:
         PoisonedState: a logit or a value of the state is not finite.
+        DeadEnd: the answer's grammar allows no first token.
         HandoffRefused: the slot's header disagrees.
     """
     total = len(work.job.token_ids)
-    first = _first_tokens(work.job, logits)
+    first = _first_tokens(work.job, logits, work.matcher)
     states, latents = memory.states, memory.latents
     states.expect(work.slot, work.nonce, total)
     latents.zero_rest(work.pages, total)
@@ -82,14 +85,16 @@ def publish(
     return owner.seal(offer.nonce, seal)
 
 
-def _first_tokens(job: PrefillJob, logits: Tensor) -> tuple[TokenOut, ...]:
+def _first_tokens(job: PrefillJob, logits: Tensor, matcher: Matcher | None) -> tuple[TokenOut, ...]:
+    mask = mask_of(job.sampling, 0, matcher)
     prompt = frozenset(job.token_ids) if job.sampling.repetition != 1.0 else frozenset()
     rows = [
-        Row(sampling=job.sampling, choice=choice, prompt=prompt) for choice in range(job.sampling.n)
+        Row(sampling=job.sampling, choice=choice, prompt=prompt, mask=mask)
+        for choice in range(job.sampling.n)
     ]
     tokens: list[TokenOut] = []
     for token in sample(logits.expand(len(rows), -1), rows):
-        if isinstance(token, PoisonedState):
+        if isinstance(token, ServingError):
             raise token
         tokens.append(token)
     return tuple(tokens)

@@ -66,7 +66,13 @@ class PrefillRoom(TextRoom):
             release=self.release,
         )
         self.engine = PrefillEngine(
-            loaded.model, self.memory, self.puller, self.owner, settings.prefill, self.tally
+            loaded.model,
+            self.memory,
+            self.puller,
+            self.grammars,
+            self.owner,
+            settings.prefill,
+            self.tally,
         )
 
     async def open(self, host: str) -> Endpoint:
@@ -89,7 +95,7 @@ class PrefillRoom(TextRoom):
     async def load(self, message: Ping, caller: str) -> Load:
         """How busy this replica is."""
         works, now = self.engine.works(), time.monotonic()
-        queued = [work for work in works if work.stage in ("queued", "fetching")]
+        queued = [work for work in works if work.stage in ("compiling", "queued", "fetching")]
         running = [work for work in works if work.stage == "running"]
         self.gauge()
         self.tally.set("baton_tickets_held", float(self.owner.held()))

@@ -13,6 +13,7 @@ from torch import Tensor
 from common.cache.mla_pool import pages_of
 from common.config.spec import CHUNK
 from common.contract.messages import CacheTicket, PrefillJob
+from common.grammar.library import Matcher
 from common.model.batch import Share
 from common.runtime.loop import promise
 from services.prefill.embeds import Pull
@@ -33,8 +34,11 @@ class Work:
     canary_slot: int = -1
     pages: tuple[int, ...] = ()
     pull: Pull | None = None
+    matcher: Matcher | None = None  # at the answer's beginning
     done: int = 0
-    stage: str = "queued"  # then fetching, running, published, ended
+    stage: str = (
+        "queued"  # then fetching, running, published, ended; with a grammar, compiling first
+    )
 
     @property
     def total(self) -> int:

@@ -15,7 +15,6 @@ from tests.support.checks import Run, error_body, find
 CASES = load()
 RUN = [case for case in CASES if case.why_not() is None]
 SLOW = {"O-04b", "O-21c", "O-21d"}  # long scripts and prompts
-UNBUILT = dict.fromkeys(("O-19a", "O-19c", "O-19d", "O-19e"), "answers are not constrained yet")
 SENTENCES = sorted({sentence for case in RUN for sentence in case.expect["checks"]})
 
 
@@ -28,8 +27,6 @@ def runner(server: Server):
 
 def marked(case: Case):
     marks = [pytest.mark.slow] if case.id in SLOW else []
-    if reason := UNBUILT.get(case.id):
-        marks.append(pytest.mark.xfail(reason=reason, strict=False))
     return pytest.param(case, id=case.id, marks=marks)
 
 

@@ -1,0 +1,110 @@
+"""The only module that speaks to the grammar library (llguidance); its words are explained here.
+
+A `Matcher` stands at a position in one grammar. It says which tokens may come next and moves on by
+the token that came. It never raises on a token: a matcher that was fed one its grammar does not
+allow is lost, and a lost matcher allows nothing. Why this library: docs/decisions/0002.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import llguidance
+from llguidance.tiktoken import lltokenizer_from_encoding
+
+from common.config.vocabulary import END_OF_MSG, PIECES, SLOTS, control_tokens, read_ranks
+from common.contract.grammar import Grammar
+from common.errors import InvalidRequest
+
+LONGEST_REASON = 300  # characters of the library's words that reach a client
+
+# What a compilation and a step may cost, in the library's own units: past any of these a matcher is
+# lost, so that no text can hold up a room.
+LIMITS: Any = llguidance.LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+
+
+class Vocabulary:
+    """What every token id stands for, in the form the library wants. Threads may share it."""
+
+    def __init__(self, directory: Path) -> None:
+        """Read the tokenizer of a checkpoint directory: about two seconds for 163,840 ids.
+
+        Raises:
+            CheckpointError: its tokenizer is missing or wrong.
+        """
+        ranks = read_ranks(directory / "tiktoken.model")
+        controls = control_tokens(len(ranks))
+        self.size = len(ranks) + SLOTS
+        self._encoding = lltokenizer_from_encoding(
+            SimpleNamespace(_mergeable_ranks=ranks, _special_tokens=controls, _pat_str=PIECES),  # type: ignore[arg-type]
+            n_vocab=self.size,
+            eos_token=controls[END_OF_MSG],
+        )
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """A matcher at the grammar's start.
+
+        Raises:
+            InvalidRequest: the grammar cannot be read; the message says what is wrong with it.
+        """
+        grammar.check()
+        matcher = llguidance.LLMatcher(self._encoding, grammar.source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise InvalidRequest(_reason(matcher.get_error()))
+        return Matcher(matcher)
+
+
+class Matcher:
+    """A position in a grammar. Used by one thread at a time."""
+
+    def __init__(self, matcher: Any) -> None:
+        """`matcher` is the library's."""
+        self._matcher = matcher
+
+    def mask(self) -> bytes:
+        """Which ids may come next: a bit an id, the lowest bit of a byte first.
+
+        All zero when nothing may come: the matcher is lost (`why_lost`), or the grammar was
+        completed before.
+        """
+        bits: bytes = self._matcher.compute_bitmask()
+        if self._matcher.is_error() or self._matcher.is_stopped():
+            return bytes(len(bits))
+        return bits
+
+    def take(self, *tokens: int) -> None:
+        """Move on by tokens that were emitted."""
+        self._matcher.consume_tokens(list(tokens))
+
+    @property
+    def why_lost(self) -> str:
+        """Why nothing is allowed any more; empty while something is."""
+        return _reason(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether what was taken is a whole answer."""
+        return not self._matcher.is_error() and bool(self._matcher.is_accepting())
+
+    def copy(self) -> Matcher:
+        """Another matcher at the same position; compiled parts are shared."""
+        return Matcher(self._matcher.deep_copy())
+
+
+def _reason(text: str) -> str:
+    """The library's words as one short sentence, without its dumps and line drawings."""
+    text = text.split("<state>")[0]
+    text = re.sub(r"\n\s*(?:\d+ )?\|.*|\n\s*\^+", "", text)
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"
