@@ -24,6 +24,16 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _transports() -> Iterator[None]:
+    """A room that was told its transports told the whole process; the next test chooses anew."""
+    before = os.environ.get("UCX_TLS")
+    yield
+    os.environ.pop("UCX_TLS", None)
+    if before is not None:
+        os.environ["UCX_TLS"] = before
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip by name what needs more CUDA devices than there are."""
     devices = torch.cuda.device_count()
