@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import secrets
 import signal
 import sys
@@ -20,7 +21,8 @@ from common.config.checkpoint import load_spec
 from common.config.loading import load_settings, parse_settings
 from common.config.settings import Settings
 from common.errors import RoomLost, ServingError
-from common.observe.logs import start_logging
+from common.observe.logs import note, start_logging
+from router import decisions
 from router import seats as seating
 from router.admin import admin_app
 from router.desk import Desk
@@ -32,6 +34,9 @@ from router.seats import Seats, seats_of
 from router.switchboard import SeatTable
 
 DISCOVER_S = 1.0  # between two attempts to make Serve tell of the rooms
+WATCH_S = 0.5  # between two looks at the scaling policy's decisions
+
+_log = logging.getLogger("baton.router")
 
 
 class Router:
@@ -100,15 +105,17 @@ class RouterReplica:
         settings = parse_settings(tables, source="deployment")
         name = f"router-{secrets.token_hex(4)}"
         self._router = Router(settings, seating.TABLE, secret=secret, name=name)
-        self._rooms = list(rooms.values())
+        self._rooms = dict(rooms)
         self._started: asyncio.Task[None] | None = None
         self._discovery: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Called once by Serve on the loop that serves; here the listeners open."""
         if self._started is None:
             self._started = asyncio.create_task(self._router.start())
             self._discovery = asyncio.create_task(self._discover())
+            self._watch = asyncio.create_task(self._watch_scaling())
         await self._started
         server = self._router.settings.server
         return {
@@ -132,12 +139,13 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         """Awaited by Serve before the process ends."""
-        if self._discovery is not None:
-            self._discovery.cancel()
+        for task in (self._discovery, self._watch):
+            if task is not None:
+                task.cancel()
         await self._router.stop()
 
     async def _discover(self) -> None:
-        waiting = list(self._rooms)
+        waiting = list(self._rooms.values())
         while waiting:
             for handle in list(waiting):
                 try:
@@ -147,6 +155,24 @@ class RouterReplica:
                     # Serve raises many kinds while a deployment starts; the table of seats shows
                     # when it is there, and until then there is nothing to do but to ask again.
                     await asyncio.sleep(DISCOVER_S)
+
+    async def _watch_scaling(self) -> None:
+        """Show what the policy decides, and wake a room that sleeps: a call by handle waits."""
+        house, calls = self._router.house, set[asyncio.Task[None]]()
+        while True:
+            house.decisions.take(await asyncio.to_thread(decisions.read), house.tally)
+            for room in house.missing & self._rooms.keys() - {call.get_name() for call in calls}:
+                call = asyncio.create_task(self._call(room), name=room)
+                calls.add(call)
+                call.add_done_callback(calls.discard)
+            house.missing.clear()
+            await asyncio.sleep(WATCH_S)
+
+    async def _call(self, room: str) -> None:
+        try:
+            await self._rooms[room].ping.remote()
+        except Exception as error:  # as many kinds as in `_discover`; the next request calls again
+            note(_log, logging.INFO, "a room was called in vain", room=room, reason=str(error))
 
 
 async def serve(settings: Settings, seats: Seats, secret: str) -> None:

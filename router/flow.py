@@ -13,6 +13,8 @@ still hold for it is cancelled there, whichever way it ended.
 
 from __future__ import annotations
 
+import asyncio
+
 from common.contract.messages import (
     Accepted,
     CacheTicket,
@@ -35,6 +37,7 @@ from router.placement import Candidate, choose_encoder, choose_prefill, order_de
 from router.recovery import Recovery, is_canary, spends_seat
 from router.replica import Replica
 
+PROBE_WAIT_S, PROBE_POLL_S = 5.0, 0.1
 ASKS_FOR_BYTES = 3  # an encoder may forget an image between two messages, but not for ever
 
 
@@ -105,7 +108,7 @@ class Flow:
         """Wait in the queue until a decode replica has room for the whole request."""
         self._seat_name = self._name
         if self.task.probe:
-            seat = await self._try_reserve()
+            seat = await self._wait_beside_the_queue()
             if seat is None:
                 raise CapacityError("the decode replica has no room for a probe")
         else:
@@ -115,6 +118,15 @@ class Flow:
         self.account.admitted()
         self._seat = seat
         self._ledger.hold(seat[0], seat[1].id)
+        return seat
+
+    async def _wait_beside_the_queue(self) -> tuple[Replica, Reservation] | None:
+        """A probe's turn: a new pair must be able to prove itself while its decode is full."""
+        until = asyncio.get_running_loop().time() + PROBE_WAIT_S
+        while (seat := await self._try_reserve()) is None:
+            if asyncio.get_running_loop().time() >= until:
+                return None
+            await self.house.bell.wait(PROBE_POLL_S)
         return seat
 
     async def _try_reserve(self) -> tuple[Replica, Reservation] | None:

@@ -14,6 +14,7 @@ from common.errors import NotReady
 from common.observe.metrics import Tally
 from router.admission import POLL_S, Admission
 from router.bell import Bell
+from router.decisions import Decisions
 from router.leases import Leases
 from router.pairs import Pairs
 from router.placement import Candidate
@@ -38,6 +39,8 @@ class House:
         self.pairs = Pairs()
         self.tally = Tally()
         self.recent = Recent()
+        self.decisions = Decisions()
+        self.missing: set[str] = set()  # rooms without any replica that a request waits for
         self._tasks: set[asyncio.Task[None]] = set()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -80,6 +83,8 @@ class House:
                     key = pick(candidates)
                     if key is not None:
                         return by_id[key]
+                    if not candidates:
+                        self.missing.add(room)
                     await self.bell.wait(POLL_S)
         except TimeoutError:
             raise NotReady(f"no {room} replica could be used for {wait_s:g} s") from None

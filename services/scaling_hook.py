@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from common.config.loading import load_settings, parse_settings
+from common.contract.scaling import KEPT, KEY, NAMESPACE
 from services.scaling import STAGES, Decision, Memory, Report, Seen, decide
 
-KEY, NAMESPACE = b"scaling", b"baton"
-KEPT = 20  # changes of target that routers can show
 _FIGURES = [field.name for field in dataclasses.fields(Report)]
 
 
@@ -38,6 +37,7 @@ class JointPolicy:
         self._leaving: dict[str, dict[str, float]] = {}
         self._told: dict[str, Any] = {}
         self._changes: list[dict[str, Any]] = []
+        self._moves = dict.fromkeys(STAGES, 0)
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, Any]]:
         """Targets by deployment, and what to remember, which comes back as `policy_state`."""
@@ -70,6 +70,7 @@ class JointPolicy:
         now = {s: {"target": d.target, "frozen": d.is_frozen} for s, d in decisions.items()}
         for stage, decision in decisions.items():
             if decision.target != seen[stage].target:
+                self._moves[stage] += 1
                 self._changes.append(
                     {
                         "at": time.time(),
@@ -82,7 +83,7 @@ class JointPolicy:
         if now != self._told:
             self._told = now
             del self._changes[:-KEPT]
-            _publish({"stages": now, "changes": self._changes})
+            _publish({"stages": now, "moves": self._moves, "changes": self._changes})
 
 
 def seen_of(context: Any, leaving: int) -> Seen:

@@ -134,6 +134,9 @@ _ALL = (
     _gauge("baton_resident_bytes", "bytes", "any", "How much memory does the process hold?"),
     # scaling
     _gauge("baton_replicas", "replicas", "scaling", "How many replicas answer?", "stage"),
+    _gauge("baton_scaling_target", "replicas", "scaling", "How many should there be?", "stage"),
+    _gauge("baton_scaling_frozen", "boolean", "scaling", "Are its figures missing?", "stage"),
+    _counter("baton_scaling_changes_total", "changes", "scaling", "How often?", "stage"),
 )
 
 METRICS: dict[str, Metric] = {metric.name: metric for metric in _ALL}

@@ -1,0 +1,132 @@
+"""Scaling for real, on this machine: load rises, replicas follow, load falls, replicas drain away.
+
+Test settings: two seconds up, five down. Nobody who asked may be left without a whole answer.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.pictures import data_uri, encoded
+from tests.support.processes import ROOT, eventually
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.slow
+STAGES = ("encoder", "prefill", "decode")
+TABLES = {
+    "model": {"path": str(ROOT / "checkpoints/nano")},
+    "server": {"drain_s": 20.0},
+    "decode": {"slots": 4, "max_batch": 4},
+    "scaling": {
+        "enabled": True,
+        "budget": 6,
+        "encoder_max": 2,
+        "prefill_max": 2,
+        "decode_max": 2,
+        # Three rooms, their clients and Ray share two cores: half a core is a lot here.
+        "low": 0.1,
+        "aim": 0.2,
+        "high": 0.3,
+        "up_s": 2.0,
+        "down_s": 5.0,
+        "window_s": 4.0,
+    },
+}
+
+
+@dataclass
+class Crowd:
+    """Clients that ask one question after the other until told to stop."""
+
+    url: str
+    over: threading.Event = field(default_factory=threading.Event)
+    outcomes: Counter = field(default_factory=Counter)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def come(self, count: int) -> None:
+        for number in range(count):
+            thread = threading.Thread(target=self._ask, args=(number,))
+            thread.start()
+            self.threads.append(thread)
+
+    def leave(self) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(90)
+
+    def _ask(self, number: int) -> None:
+        chance = random.Random(number)
+        with httpx.Client(base_url=self.url, timeout=120) as client:
+            while not self.over.is_set():
+                reply = client.post("/v1/chat/completions", json=question(number, chance))
+                told = reply.json()
+                reason = told["choices"][0]["finish_reason"] if reply.is_success else str(told)
+                self.outcomes[reason] += 1
+
+
+def question(number: int, chance: random.Random) -> dict[str, object]:
+    """Most of them show a picture nobody has seen; all have a prompt of their own."""
+    words = " ".join(chance.choice(["red", "blue", "circle", "left"]) for _ in range(60))
+    content: list[dict[str, object]] = [{"type": "text", "text": words}]
+    if number % 4:
+        noise = np.random.default_rng(chance.getrandbits(32)).integers(0, 255, (448, 448, 3))
+        picture = data_uri(encoded(Image.fromarray(noise.astype("uint8"))))
+        content.insert(0, {"type": "image_url", "image_url": {"url": picture}})
+    message = {"role": "user", "content": content}
+    return {"model": "nano-k3", "messages": [message], "max_tokens": 48, "ignore_eos": True}
+
+
+def replicas(admin_url: str) -> dict[str, int]:
+    text = httpx.get(f"{admin_url}/metrics", timeout=10).text
+    found = {}
+    for stage in STAGES:
+        line = next(
+            line
+            for line in text.splitlines()
+            if line.startswith("baton_replicas{") and f'stage="{stage}"' in line
+        )
+        found[stage] = int(float(line.rpartition(" ")[2]))
+    return found
+
+
+def test_replicas_follow_the_load_up_and_down_and_no_request_is_lost(tmp_path, record_property):
+    with serving(tmp_path, TABLES) as server:
+        assert replicas(server.admin_url) == dict.fromkeys(STAGES, 1)
+        crowd = Crowd(server.url)
+        began = time.monotonic()
+        crowd.come(8)
+        try:
+            up = {}
+
+            def all_up() -> bool:
+                for stage, count in replicas(server.admin_url).items():
+                    if count == 2:
+                        up.setdefault(stage, round(time.monotonic() - began, 1))
+                return len(up) == len(STAGES)
+
+            eventually(all_up, within_s=60)
+            time.sleep(3)  # with all of them at work
+        finally:
+            crowd.leave()
+        left = time.monotonic()
+        eventually(lambda: replicas(server.admin_url) == dict.fromkeys(STAGES, 1), within_s=60)
+        down_s = round(time.monotonic() - left, 1)
+        held = eventually(lambda: nothing_held(server.admin_url), within_s=10)
+        figures = {"up": up, "down_s": down_s, "answers": dict(crowd.outcomes), "held": held}
+        print(f"scaling run: {figures}")
+        record_property("scaling", figures)
+        assert set(crowd.outcomes) == {"length"} and crowd.outcomes["length"] >= 20
+
+
+def nothing_held(admin_url: str) -> bool:
+    told = httpx.get(f"{admin_url}/admin/inventory", timeout=10).json()["replicas"]
+    return not any(row[k] for row in told for k in ("pages", "slots", "embeddings", "tickets"))
