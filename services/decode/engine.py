@@ -8,6 +8,7 @@ Longer than 300 lines because every change of a request's stage stands here, in 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -43,6 +44,7 @@ from services.decode.intake import Intake, Times
 from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
 
+log = logging.getLogger(__name__)
 Release = Callable[[Endpoint, bytes, str], None]
 Plant = Callable[[list[tuple[Held, Choice]], TextMemory], None]
 NOT_OURS = ("nonce", "epoch")  # refusals after which the ticket may still be in another job's READ
@@ -149,13 +151,25 @@ class DecodeEngine:
 
     def _run_intake(self, held: Held, job: DecodeJob, posted: float) -> None:
         writer_ended = partial(self.loop.post, partial(self._writer_ended, held))
+        read_ended: list[bool] = []
+
+        def end_read() -> None:
+            read_ended.append(True)
+            writer_ended()
+
         try:
-            times = self._intake.take(held, job, posted, writer_ended)
+            times = self._intake.take(held, job, posted, end_read)
         except ServingError as error:
             writer_ended()
             self.loop.post(partial(self._refuse, held, job, error))
         except Exception as fault:  # nobody waits for this thread: the engine must hear of it
-            self.loop.post(partial(self._stop_for, fault))
+            log.exception("taking in request %s failed", job.request)
+            if not read_ended:
+                self.loop.post(partial(self._stop_for, fault))
+                return
+            writer_ended()
+            told = ServingError("the room met a fault of its own; its log has more")
+            self.loop.post(partial(self._refuse, held, job, told))
         else:
             writer_ended()
             self.loop.post(partial(self._join, held, job, times))

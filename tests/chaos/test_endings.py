@@ -9,6 +9,7 @@ import time
 import pytest
 
 from common.config.settings import Settings
+from common.errors import ServingError
 from router import jobs
 from router.journey import Journey
 from tests.support.golden import NANO
@@ -79,6 +80,16 @@ async def test_a_fault_in_a_transfer_thread_is_a_death_and_no_hang():
             if all(room.room.ended.is_set() for room in first):
                 break
         assert first[1].room.ended.is_set() or first[0].room.ended.is_set()
+        await relay.nothing_left()
+
+
+async def test_a_fault_after_the_read_ends_that_request_alone():
+    async with rooms() as relay:
+        relay.decodes[0].intake.tamper = fault
+        with pytest.raises(ServingError, match="a fault of its own"):
+            await ids(relay)
+        relay.decodes[0].intake.tamper = None
+        assert len((await ids(relay))[0]) == ASK["max_tokens"]
         await relay.nothing_left()
 
 

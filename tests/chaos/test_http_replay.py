@@ -61,6 +61,29 @@ SAMPLED = {
     "logit_bias": {str(number): -100 for number in nano_tokenizer().specials.values()},
 }
 
+FORMED = {
+    "messages": [{"role": "user", "content": "Name a colour, and how many circles there are."}],
+    "max_tokens": 120,
+    "temperature": 1.0,
+    "seed": 23,
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "answer",
+            "schema": {
+                "type": "object",
+                "properties": {
+                    "colour": {"type": "string", "maxLength": 12},
+                    "circles": {"type": "array", "items": {"type": "integer"}, "maxItems": 6},
+                    "sure": {"type": "boolean"},
+                },
+                "required": ["colour", "circles", "sure"],
+                "additionalProperties": False,
+            },
+        },
+    },
+}
+
 
 class Killer:
     """Kills the process that decodes, when the first choice has so many tokens."""
@@ -165,6 +188,18 @@ async def test_what_was_half_said_when_decode_was_killed_is_said_to_its_end(tmp_
         half = await asked(running, early)
         assert half["choices"][1]["finish"] == "stop" and half["choices"][0]["finish"] == "length"
         assert await killed(running, killer, early, 40) == half
+        await running.nothing_left()
+
+
+async def test_a_form_half_filled_in_when_decode_was_killed_is_filled_in(tmp_path, monkeypatch):
+    path = write_settings(tmp_path / "settings.toml", TABLES)
+    async with fleet(path, decode=2) as running:
+        whole = await asked(running, FORMED)
+        filled = whole["choices"][0]["content"]
+        assert set(json.loads(filled)) == {"colour", "circles", "sure"}
+        tokens = whole["usage"]["completion_tokens"]
+        killer = Killer(running, monkeypatch)
+        assert await killed(running, killer, FORMED, tokens * 2 // 3) == whole
         await running.nothing_left()
 
 
