@@ -176,9 +176,11 @@ async def test_turns_tools_and_results_become_the_chat_that_says_the_same():
             tool_choice={"type": "any"},
         )
         assert reply.status_code == 200, reply.text
-        told = here.world["p1"].last(m.PrefillJob).token_ids
+        told = here.world["p1"].last(m.PrefillJob)
         await here.http.post("/v1/chat/completions", json=chat)
-        assert here.world["p1"].last(m.PrefillJob).token_ids == told
+        same = here.world["p1"].last(m.PrefillJob)
+    assert same.token_ids == told.token_ids
+    assert same.sampling.grammar == told.sampling.grammar != ""
 
 
 @pytest.mark.parametrize("kind", ["user", "tool_result"])
@@ -206,6 +208,22 @@ async def test_a_picture_in_base64_goes_through_the_encoder(kind):
         counted = (await ask(here, "/v1/messages/count_tokens", messages=messages)).json()
         assert counted == {"input_tokens": reply.json()["usage"]["input_tokens"]}
         await here.nothing_left()
+
+
+async def test_a_form_is_enforced_and_refused_by_this_apis_name():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    async with site() as here:
+        form = {"type": "json_schema", "schema": schema}
+        reply = await ask(here, output_config={"format": form})
+        assert reply.status_code == 200, reply.text
+        assert here.world["p1"].last(m.PrefillJob).sampling.grammar
+        form = {"type": "json_schema", "schema": {"$ref": "https://x/y"}}
+        refused = await ask(here, output_config={"format": form})
+        tools = [{"name": "tide", "input_schema": {"$ref": "#/nowhere"}}]
+        refused_tool = await ask(here, tools=tools, tool_choice={"type": "any"})
+    assert refused.status_code == refused_tool.status_code == 400
+    assert "`output_config.format" in refused.json()["error"]["message"]
+    assert "`tools[0].input_schema" in refused_tool.json()["error"]["message"]
 
 
 REFUSED = [

@@ -191,9 +191,11 @@ async def test_items_become_the_chat_that_says_the_same():
             text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
         )
         assert reply.status_code == 200, reply.text
-        told = here.world["p1"].last(m.PrefillJob).token_ids
+        told = here.world["p1"].last(m.PrefillJob)
         await here.http.post("/v1/chat/completions", json=chat)
-        assert here.world["p1"].last(m.PrefillJob).token_ids == told
+        same = here.world["p1"].last(m.PrefillJob)
+    assert same.token_ids == told.token_ids
+    assert same.sampling.grammar == told.sampling.grammar != ""
 
 
 async def test_a_picture_goes_through_the_encoder():
@@ -243,6 +245,10 @@ REFUSED = [
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
     ({"reasoning": {"effort": "vast"}}, "reasoning.effort"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"$ref": "#/no"}}}},
+        "text.format.schema",
+    ),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"metadata": {"k": 1}}, "metadata"),
 ]
