@@ -13,6 +13,7 @@ import hmac
 import itertools
 import logging
 import struct
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -63,6 +64,7 @@ class Wire:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump: asyncio.Task[None] | None = None
         self.closed = asyncio.Event()
+        self.heard_at = time.monotonic()  # when the last message came
 
     def start(self) -> None:
         """Begin to read."""
@@ -130,6 +132,7 @@ class Wire:
             self.close()
 
     def _take(self, number: int, flag: int, message: AnyMessage) -> None:
+        self.heard_at = time.monotonic()
         if flag == _REPLY:
             future = self._waiting.get(number)
             if future is not None and not future.done():

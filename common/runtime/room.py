@@ -24,6 +24,8 @@ from common.wire import Listening, Wire, dial
 log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message)
 SWEEP_S = 0.5  # how often leases and quarantine are looked at
+SILENT_S = 30.0  # a router that said nothing for as long as a lease lasts is gone
+ROUTERS = "router:"  # how a router's name in `Hello` begins
 SMALL_S = 5.0  # patience for the reply to a small message
 
 
@@ -108,11 +110,19 @@ class Room:
         return self.endpoint
 
     async def _handle(self, message: AnyMessage, wire: Wire) -> Message:
-        self.wires[wire.caller] = wire
+        self._welcome(wire)
         handler = self._handlers.get(type(message))
         if handler is None:
             raise InvalidRequest(f"the {self.name} room does not take {type(message).__name__}")
         return await handler(message, wire.caller)
+
+    def _welcome(self, wire: Wire) -> None:
+        """Note who calls. One that dials anew has given up what ran over its old connection."""
+        old = self.wires.get(wire.caller)
+        if old is not None and old is not wire:
+            self._lost(old)
+            old.close()
+        self.wires[wire.caller] = wire
 
     def _lost(self, wire: Wire) -> None:
         if self.wires.get(wire.caller) is wire:
@@ -120,9 +130,18 @@ class Room:
             if self.on_lost is not None:
                 self.on_lost(wire.caller)
 
+    def _drop_silent(self) -> None:
+        """A router pings all the time; one whose host vanished leaves a connection that is open."""
+        now = time.monotonic()
+        for caller, wire in list(self.wires.items()):
+            if caller.startswith(ROUTERS) and now - wire.heard_at > SILENT_S:
+                log.warning("%s was silent for %g s; its requests are dropped", caller, SILENT_S)
+                wire.close()
+
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
+            self._drop_silent()
             for sweep in self._sweeps:
                 sweep()
 

@@ -102,8 +102,13 @@ class Soak:
     async def __aenter__(self) -> Soak:
         wanted = [room for room, count in REPLICAS.items() for _ in range(count)]
         self.processes = [start(f"services.{room}", self._path) for room in wanted]
-        for process in self.processes:
-            await asyncio.to_thread(process.wait_listening)
+        try:
+            for process in self.processes:
+                await asyncio.to_thread(process.wait_listening)
+        except RuntimeError:
+            for process in self.processes:
+                process.end()
+            raise
         self._fill()
         self.house.start()
         self._readiness = Readiness(self.house, context=4096)
