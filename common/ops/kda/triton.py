@@ -39,6 +39,8 @@ def mix(
     if parts.lower_bound is None:
         raise BackendUnsupported("the Triton KDA knows the bounded gate only; use the reference")
     out = torch.empty(opening.shape, dtype=raw.dtype, device=raw.device)
+    if not raw.shape[0]:
+        return out
     if isinstance(plan, Steps):
         return triton_step.launch(
             raw, parts.conv, forget, parts.rate, parts.bias, parts.lower_bound, strength, opening,

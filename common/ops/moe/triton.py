@@ -7,6 +7,7 @@ waste little of that unit; the other operand is put into the order in which weig
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -165,38 +166,57 @@ def unsupported(stack: ExpertStack) -> str | None:
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, stack: ExpertStack, activation: Activation,
-    tile: int | None, *, tiles: tuple[Tiling, Tiling] | None = None, precision: str | None = None,
+    tile: int | None, *, tiles: tuple[Tiling, Tiling] | None = None,
 ) -> Tensor:  # fmt: skip
     """See `common.ops.moe.experts`; `tile` has no meaning here."""
-    if stack.w13_scale is None or stack.w2_scale is None:
-        raise BackendUnsupported("the Triton experts read packed MXFP4 only; use the reference")
-    top, width, inner = ids.shape[1], stack.w2.shape[1], stack.w2.shape[2] * 2
-    count = stack.num_experts
-    precision = precision or ("tf32" if x.dtype == torch.bfloat16 else "ieee")
+    width = stack.w2.shape[1]
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     if not x.shape[0]:
         return out
+    chosen = products(x, ids, stack, activation, tiles=tiles)()
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(x.shape[0], triton.cdiv(width, block))](
+        chosen, weights, out, TOP=ids.shape[1], Z=width, BLOCK=block
+    )
+    return out
+
+
+def products(
+    x: Tensor, ids: Tensor, stack: ExpertStack, activation: Activation, *,
+    tiles: tuple[Tiling, Tiling] | None = None,
+) -> Callable[[], Tensor]:  # fmt: skip
+    """Group the choices; what is returned makes both products and gives [N * k, Z], by choice.
+
+    Raises:
+        BackendUnsupported: the experts are not packed.
+    """
+    if stack.w13_scale is None or stack.w2_scale is None:
+        raise BackendUnsupported("the Triton experts read packed MXFP4 only; use the reference")
+    width, inner, count = stack.w2.shape[1], stack.w2.shape[2] * 2, stack.num_experts
     up, down = tiles or tilings(ids.numel() / count)
     source, expert, begin, offsets = group(ids, count, up.rows)
     hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
     chosen = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
-    kind = KINDS[x.dtype]
-    for t, gated, source_rows, w, s, target, n, depth in (
-        (up, True, arrange(x), stack.w13.view(torch.int32), stack.w13_scale, hidden, inner, width),
-        (down, False, hidden, stack.w2.view(torch.int32), stack.w2_scale, chosen, width, inner),
-    ):
+    w13, w2, kind = stack.w13.view(torch.int32), stack.w2.view(torch.int32), KINDS[x.dtype]
+    arranged = arrange(x)
+
+    def multiply(
+        t: Tiling, gated: bool, left: Tensor, w: Tensor, s: Tensor, target: Tensor
+    ) -> None:
+        n, depth = target.shape[1], left.shape[1]
         moe_kernel[(expert.shape[0] * ((2 * n if gated else n) // t.width),)](
-            source_rows, source_rows.stride(0), w, w.stride(0), s, s.stride(0), target, source,
-            expert,
-            begin, offsets, activation.beta, activation.linear_beta or 0.0, top,
+            left, left.stride(0), w, w.stride(0), s, s.stride(0), target, source, expert, begin,
+            offsets, activation.beta, activation.linear_beta or 0.0, ids.shape[1],
             E=count, N=n, K=depth, BN=t.width, BM=t.rows, BK=t.depth, GATED=gated,
-            SITU=activation.kind == "situ",
-            STAGES=t.stages, DTYPE=kind, FAST=x.is_cuda and kind == tl.bfloat16,
-            PRECISION=precision,
-            num_warps=t.warps,
+            SITU=activation.kind == "situ", STAGES=t.stages, DTYPE=kind,
+            FAST=x.is_cuda and kind == tl.bfloat16,
+            PRECISION="tf32" if kind == tl.bfloat16 else "ieee", num_warps=t.warps,
         )  # fmt: skip
-    block = min(1024, triton.next_power_of_2(width))
-    combine_kernel[(x.shape[0], triton.cdiv(width, block))](
-        chosen, weights, out, TOP=top, Z=width, BLOCK=block
-    )
-    return out
+
+    def both() -> Tensor:
+        assert stack.w13_scale is not None and stack.w2_scale is not None
+        multiply(up, True, arranged, w13, stack.w13_scale, hidden)
+        multiply(down, False, hidden, w2, stack.w2_scale, chosen)
+        return chosen
+
+    return both
