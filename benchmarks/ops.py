@@ -11,6 +11,7 @@ No result is checked here: the parity tests do that first.
 # ruff: noqa: B023 - every closure is called before its loop goes on.
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -194,7 +195,6 @@ def kda_chunks(report: Report) -> None:
             report("kda_chunks", case, "definition", call, graph=False, **need)
         if tokens <= 16384 and tokens % 64 == 0:
             _fla_chunks(report, case, lengths, (q, k, v, f, beta), parts, need)
-        del q, k, v, f, beta, state, out
 
 
 def _fla_chunks(
@@ -250,7 +250,6 @@ def experts(report: Report) -> None:
             if count == 56 and load == 16:
                 call = [lambda: moe.experts(x, ids, weights, stack, SITU, None)]
                 report("experts", case, "definition", call, graph=False, **need)
-        del stack
 
 
 def _bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
@@ -361,6 +360,25 @@ def _flashinfer(
     report("mla_steps", case, "body: flashinfer", calls, **need)
 
 
+def prefill_attention(report: Report) -> None:
+    """Row 5's second half: causal attention of a prompt, keys and values expanded on the way."""
+    from common.ops.mla import triton_chunk
+
+    for tokens in (2048, 8192):
+        plan, count = chunk_plan([tokens]), tokens // 64
+        tables = torch.arange(count, device="cuda")[None]
+        plan = dataclasses.replace(plan, tables=tables)
+        pages = randn(count, 1, 64, 576, dtype=BF16)
+        q, kv_b = randn(count, 64, 96, 192, dtype=BF16), randn(96, 256, 512, dtype=BF16) * 0.05
+        expand = 2.0 * tokens * 512 * 96 * 256
+        need = {"flops": expand + 96 * 2.0 * (192 + 128) * tokens * tokens / 2}
+        call = [lambda: triton_chunk.attend_chunks(q, pages, 0, kv_b, 192**-0.5, plan, None)]
+        report("mla_chunks", {"tokens": tokens}, "body", call, **need)
+        if tokens == 2048:
+            call = [lambda: mla.attend_chunks(q, pages, 0, kv_b, 192**-0.5, plan, None)]
+            report("mla_chunks", {"tokens": tokens}, "definition", call, graph=False, **need)
+
+
 def small(report: Report) -> None:
     """Row 7's choice, and what stands between the large ops."""
     from common.ops.act import triton as fast_act
@@ -397,7 +415,8 @@ def small(report: Report) -> None:
 
 OPS = {
     "kda_step": kda_steps, "digest": digests, "attnres": residuals, "small": small,
-    "mla_steps": attention, "experts": experts, "kda_chunks": kda_chunks,
+    "mla_steps": attention, "mla_chunks": prefill_attention, "experts": experts,
+    "kda_chunks": kda_chunks,
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def weights() -> TextWeights:
                 ffn_score=normal(HIDDEN, dtype=torch.float32),
                 mixer=mla() if layer == 3 else kda(),
                 ffn=moe() if layer else dense,
-            )  # fmt: skip
+            )
         )
     return TextWeights(
         embed=normal(VOCAB, HIDDEN), layers=tuple(layers), norm=one,

@@ -128,6 +128,9 @@ def _other_refusals(spec: TextSpec, quantization: str | None) -> dict[str, str]:
     moe, rank, rope = spec.moe, spec.mla.kv_lora_rank, spec.mla.rope_dim
     if not (_is_power(rank) and _is_power(rope) and min(rank, rope) >= 16):
         refused["mla_steps"] = f"latents of {rank} + {rope}, not powers of two from 16"
+    widths = (spec.mla.nope_dim, spec.mla.v_dim, rope)
+    if not all(_is_power(x) and x >= 16 for x in widths):
+        refused["mla_chunks"] = f"head widths of {widths}, not powers of two from 16"
     if moe.num_groups != 1:
         refused["route"] = f"{moe.num_groups} groups of experts, not one"
     latent = moe.latent or spec.hidden
@@ -142,7 +145,7 @@ def _other_refusals(spec: TextSpec, quantization: str | None) -> dict[str, str]:
 
 _OPS = (
     "rms_norm", "gated_rms_norm", "activate", "residual_read", "conv_chunks", "kda_chunks",
-    "kda_mix", "mla_steps", "route", "experts",
+    "kda_mix", "mla_steps", "mla_chunks", "route", "experts",
 )  # fmt: skip
 
 
@@ -154,13 +157,15 @@ def _triton() -> dict[str, Callable[..., Any]]:
     from common.ops.kda import triton as kda
     from common.ops.kda import triton_chunk
     from common.ops.mla import triton as mla
+    from common.ops.mla import triton_chunk as mla_chunk
     from common.ops.moe import triton as moe
     from common.ops.moe import triton_route
     from common.ops.norm import triton as norm
 
     bodies = (
         norm.rms_norm, norm.gated_rms_norm, act.activate, attnres.read, conv.conv_chunks,
-        triton_chunk.chunks, kda.mix, mla.attend_steps, triton_route.route, moe.experts,
+        triton_chunk.chunks, kda.mix, mla.attend_steps, mla_chunk.attend_chunks,
+        triton_route.route, moe.experts,
     )  # fmt: skip
     return dict(zip(_OPS, bodies, strict=True))
 

@@ -3,6 +3,8 @@
 # ruff: noqa: I001 - the support module settles how kernels run, so it comes before them.
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from common.ops.conv import triton as fast_conv
 from common.ops.digest import reference as slow_digest
 from common.ops.digest import triton as fast_digest
 from common.ops.mla import triton as fast_mla
+from common.ops.mla import triton_chunk as mla_chunk
 from common.ops.moe import triton as fast_moe
 from common.ops.moe import triton_route
 from common.ops.norm import triton as fast_norm
@@ -132,6 +135,53 @@ def test_latent_attention_joins_its_parts_and_never_reads_past_a_share() -> None
     q, kv_b = randn(4, heads, 24 + rope), randn(heads, 24 + 20, rank)
     out = fast_mla.attend_steps(q, pages, 1, kv_b, 0.2, plan, None)
     assert off_by(out, mla.attend_steps(q, pages, 1, kv_b, 0.2, plan, None)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("lengths", "starts"), [([130, 7], [0, 64]), ([64, 200], [192, 0])], ids=["odd", "resumed"]
+)
+def test_causal_attention_over_pages_sees_its_share_and_no_more(
+    lengths: list[int], starts: list[int]
+) -> None:
+    heads, nope, rope, value, rank = 2, 16, 16, 32, 32
+    pages = randn(16, 2, 64, rank + rope)
+    plan = chunk_plan(lengths, [0, 1])
+    tables, taken = [], 0
+    for length, start in zip(lengths, starts, strict=True):
+        owned = list(range(taken, taken + -(-(start + length) // 64)))
+        pages[owned[-1], :, (start + length - 1) % 64 + 1 :] = float("nan")
+        tables.append(owned + [-1] * (8 - len(owned)))
+        taken += len(owned)
+    plan = dataclasses.replace(
+        plan,
+        starts=torch.tensor(starts, device=DEVICE),
+        tables=torch.tensor(tables, device=DEVICE),
+    )
+    q = randn(len(plan.lengths), 64, heads, nope + rope)
+    kv_b = randn(heads, nope + value, rank)
+    out = mla_chunk.attend_chunks(q, pages, 1, kv_b, 0.2, plan, None)
+    wanted = mla.attend_chunks(q, pages, 1, kv_b, 0.2, plan, None)
+    real = torch.arange(64, device=DEVICE) < plan.lengths.unsqueeze(1)
+    assert off_by(out[real], wanted[real]) < 1e-5
+    assert out.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_causal_attention_of_the_release_equals_its_definition() -> None:
+    lengths = [700, 1500]
+    plan = chunk_plan(lengths, [0, 1])
+    pages = torch.empty(4900, 24, 64, 576, device="cuda", dtype=BF16)
+    tables = torch.arange(4850, 4898, device="cuda").view(2, 24)
+    pages[4850:, 5] = randn(50, 64, 576, dtype=BF16)
+    plan = dataclasses.replace(plan, tables=tables)
+    q, kv_b = (
+        randn(len(plan.lengths), 64, 96, 192, dtype=BF16),
+        randn(96, 256, 512, dtype=BF16) * 0.05,
+    )
+    out = mla_chunk.attend_chunks(q, pages, 5, kv_b, 192**-0.5, plan, None)
+    wanted = mla.attend_chunks(q, pages, 5, kv_b, 192**-0.5, plan, None)
+    real = torch.arange(64, device="cuda") < plan.lengths.unsqueeze(1)
+    assert off_by(out[real], wanted[real]) < 1.5e-2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
