@@ -50,6 +50,12 @@ def attnres_kernel(
     bank = bank_ptr + token * bank_token + at
     p = tl.load(prefix_ptr + token * prefix_row + at, mask=live, other=0.0)
     kind = p.dtype
+    one = p
+    two = p
+    if READABLE == 1 or READABLE == 2:  # few enough to be asked for before the first is reduced
+        one = tl.load(bank, mask=live, other=0.0)
+        if READABLE == 2:
+            two = tl.load(bank + bank_row, mask=live, other=0.0)
     if PENDING:
         more = tl.load(pending_ptr + token * pending_row + at, mask=live, other=0.0)
         p = (p.to(tl.float32) + more.to(tl.float32)).to(kind)
@@ -60,9 +66,9 @@ def attnres_kernel(
         best = _mark(mix, score, eps, D)
         total = 1.0
         if READABLE <= 2:
-            for j in tl.static_range(READABLE):
-                v = tl.load(bank + j * bank_row, mask=live, other=0.0).to(tl.float32)
-                mix, total, best = _take(mix, total, best, v, score, eps, D)
+            mix, total, best = _take(mix, total, best, one.to(tl.float32), score, eps, D)
+            if READABLE == 2:
+                mix, total, best = _take(mix, total, best, two.to(tl.float32), score, eps, D)
         else:
             for j in tl.range(0, READABLE, num_stages=STAGES):
                 v = tl.load(bank + j * bank_row, mask=live, other=0.0).to(tl.float32)
@@ -93,6 +99,6 @@ def read(
             READABLE=readable, PENDING=pending is not None, NORM=norm is not None,
             WRITE=write_row is not None, D=width, BLOCK=triton.next_power_of_2(width),
             STAGES=stages,
-            num_warps=num_warps or (4 if readable <= 2 else 8),
+            num_warps=num_warps or (4 if readable <= 1 else 8),
         )  # fmt: skip
     return out, total

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
+REGISTERS = 144  # of a thread of the one-warp form: the fewest without a spill
 WARPS_WORTH = 1024  # heads from which one warp each is faster than four
 
 
@@ -157,7 +158,7 @@ def launch(
     raw: Tensor, weight: Tensor, f: Tensor, rate: Tensor, bias: Tensor, lower_bound: float,
     beta: Tensor, gate: Tensor, norm: Tensor, eps: float, state: Tensor, conv: Tensor,
     slots: Tensor,
-    out: Tensor, *, rows: int | None = None,
+    out: Tensor, *, rows: int | None = None, registers: int = REGISTERS,
 ) -> Tensor:  # fmt: skip
     """Advance every share by one token.
 
@@ -185,7 +186,9 @@ def launch(
         lower_bound, dim**-0.5, eps,
     )  # fmt: skip
     if rows:
-        kda_warp_kernel[(heads, batch)](*args, H=heads, D=dim, ROWS=rows, num_warps=1)
+        kda_warp_kernel[(heads, batch)](
+            *args, H=heads, D=dim, ROWS=rows, num_warps=1, maxnreg=registers
+        )
     else:
         kda_head_kernel[(heads, batch)](*args, H=heads, D=dim, num_warps=max(1, dim // 32))
     return out
