@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from common.errors import ConfigError
 
+LEAST_LEASE_S = 15.0  # `common/contract/protocol.py` posts a READ with 10 s left or not at all
+
 
 def _positive(table: str, values: dict[str, float]) -> None:
     for key, value in values.items():
@@ -180,6 +182,11 @@ class TransferSettings:
             raise ConfigError(
                 f"transfer.renew_s is {self.renew_s:g} and lease_s {self.lease_s:g}; "
                 "a lease must outlive two renewals"
+            )
+        if self.lease_s < LEAST_LEASE_S:
+            raise ConfigError(
+                f"transfer.lease_s is {self.lease_s:g}; a READ is posted only with 10 s left of a "
+                f"lease, so make it {LEAST_LEASE_S:g} or more"
             )
 
 

@@ -28,6 +28,7 @@ def test_the_shipped_file_loads_and_the_environment_wins():
         ({"model": {"dtype": "float16"}}, "float32 or bfloat16"),
         ({"images": {"allowed_hosts": "a"}}, "list of strings"),
         ({"transfer": {"renew_s": 20}}, "outlive two renewals"),
+        ({"transfer": {"lease_s": 11}}, "15 or more"),
         ({"testing": {"scripted": True}, "server": {"host": "0.0.0.0"}}, "bind loopback"),
     ],
 )
