@@ -9,7 +9,7 @@ later.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from common.config.spec import TextSpec
 from common.errors import BackendUnsupported, ConfigError
+from common.ops.moe.stack import ExpertStack
 from common.ops.table import REFERENCE, Ops
 
 SETTINGS = ("auto", "reference", "triton")
@@ -80,6 +81,24 @@ def choose(
         for name in names
     )
     return dataclasses.replace(REFERENCE, **bodies), lines
+
+
+def check_experts(ops: Ops, stacks: Iterable[ExpertStack]) -> None:
+    """Refuse loaded experts that the chosen body would misread; reads every scale once.
+
+    Raises:
+        BackendUnsupported: a stack is not what the body takes.
+    """
+    if ops.experts is REFERENCE.experts:
+        return
+    from common.ops.moe.triton import unsupported
+
+    for layer, stack in enumerate(stacks):
+        if why := unsupported(stack):
+            raise BackendUnsupported(
+                f"the experts of MoE layer {layer} cannot be served by Triton: {why}; set "
+                "model.ops to 'reference'"
+            )
 
 
 def printed(choices: Sequence[Choice]) -> str:

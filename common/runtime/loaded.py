@@ -15,9 +15,10 @@ from common.config.settings import Settings
 from common.config.spec import ModelSpec
 from common.contract.regions import print_of
 from common.model.text import TextModel
-from common.ops.select import choose, printed
+from common.ops.select import check_experts, choose, printed
 from common.weights import load_text as load_weights
 from common.weights import weight_identity
+from common.weights.tree import MoeWeights
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ def load_text(settings: Settings) -> Loaded:
     if facts.device.type != "cpu":
         logger.info("ops of the text model:\n%s", printed(table))
     weights = load_weights(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device)
+    check_experts(ops, (w.ffn.experts for w in weights.layers if isinstance(w.ffn, MoeWeights)))
     return Loaded(
         spec=facts.spec,
         dtype=facts.dtype,

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.triton_ops import DEVICE, chunk_plan, off_by, randn, step_plan
 
+from common.errors import BackendUnsupported
 from common.ops import act, attnres, conv, digest, mla, moe, norm, quant
 from common.ops.act import Activation
 from common.ops.act import triton as fast_act
@@ -105,6 +106,23 @@ def test_packed_experts_equal_the_loop_over_them(rows: int) -> None:
     tiles = fast_moe.Tiling(rows=16, width=64, depth=128, stages=2, warps=4)
     out = fast_moe.experts(x, ids, weights, stack, SITU, None, tiles=(tiles, tiles))
     assert off_by(out, moe.experts(x, ids, weights, stack, SITU, None)) < 1e-5
+
+
+def test_experts_of_a_shard_whose_width_is_an_odd_multiple_of_128() -> None:
+    w13, w13_scale = quant.pack_mxfp4(randn(1, 2 * 384, 128).cpu() * 0.05)
+    w2, w2_scale = quant.pack_mxfp4(randn(1, 128, 384).cpu() * 0.05)
+    packed = [x.to(DEVICE) for x in (w13, w2, w13_scale, w2_scale)]
+    stack = moe.ExpertStack(w13=packed[0], w2=packed[1], w13_scale=packed[2], w2_scale=packed[3])
+    x, ids = randn(2, 128), torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+    weights = torch.ones(2, 1, device=DEVICE)
+    out = fast_moe.experts(x, ids, weights, stack, SITU, None)
+    assert off_by(out, moe.experts(x, ids, weights, stack, SITU, None)) < 1e-5
+
+
+def test_experts_cut_finer_than_their_groups_are_refused() -> None:
+    tiling = fast_moe.Tiling(rows=16, width=128, depth=256, stages=3, warps=4)
+    with pytest.raises(BackendUnsupported, match="192 x 128; both must be multiples of 128"):
+        fast_moe.fitted(tiling, 192, 128)
 
 
 def test_every_code_and_scale_is_unpacked_exactly() -> None:

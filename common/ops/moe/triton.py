@@ -7,6 +7,7 @@ waste little of that unit; the other operand is put into the order in which weig
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -122,6 +123,22 @@ def tilings(rows_per_expert: float) -> tuple[Tiling, Tiling]:
     return tiling, tiling
 
 
+def fitted(tiling: Tiling, rows: int, depth: int) -> Tiling:
+    """The tiling, narrowed where it does not divide a product of `rows` x `depth` weights.
+
+    Raises:
+        BackendUnsupported: a side is not a multiple of 128.
+    """
+    if rows % 128 or depth % 128:
+        raise BackendUnsupported(
+            f"the Triton experts multiply by weights of {rows} x {depth}; both must be multiples of
+            " "128: shard by another number of ranks, or use the reference"
+        )
+    width = tiling.width if rows % tiling.width == 0 else min(tiling.width, 128)
+    step = tiling.depth if depth % tiling.depth == 0 else 128
+    return dataclasses.replace(tiling, width=width, depth=step)
+
+
 def group(ids: Tensor, num_experts: int, height: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sort choices by expert and cut them into blocks of rows, without waiting for the device.
 
@@ -194,6 +211,7 @@ def products(
         raise BackendUnsupported("the Triton experts read packed MXFP4 only; use the reference")
     width, inner, count = stack.w2.shape[1], stack.w2.shape[2] * 2, stack.num_experts
     up, down = tiles or tilings(ids.numel() / count)
+    up, down = fitted(up, 2 * inner, width), fitted(down, width, inner)
     source, expert, begin, offsets = group(ids, count, up.rows)
     hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
     chosen = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
