@@ -131,8 +131,8 @@ def fitted(tiling: Tiling, rows: int, depth: int) -> Tiling:
     """
     if rows % 128 or depth % 128:
         raise BackendUnsupported(
-            f"the Triton experts multiply by weights of {rows} x {depth}; both must be multiples of
-            " "128: shard by another number of ranks, or use the reference"
+            f"the Triton experts multiply by weights of {rows} x {depth}; both must be multiples "
+            "of 128: shard by another number of ranks, or use the reference"
         )
     width = tiling.width if rows % tiling.width == 0 else min(tiling.width, 128)
     step = tiling.depth if depth % tiling.depth == 0 else 128
