@@ -1,4 +1,4 @@
-"""What an operator reads, on the second listener: `/metrics` and `/admin/inventory`.
+"""What an operator reads, on the second listener: `/metrics`, `/admin/inventory`, `/dashboard`.
 
 Knows how to ask every replica what it holds and how to write counters down. It serves no client.
 """
@@ -12,12 +12,15 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from common.contract.messages import Holdings, Inventory
 from common.errors import ServingError
 from common.observe.metrics import render
 from common.observe.process import resident_bytes
+from router.dashboard import Dashboard
 from router.house import House
+from router.keyed import Keyed
 from router.readiness import Readiness
 from router.replica import Replica
 
@@ -25,8 +28,8 @@ ASK_S = 2.0  # a replica that does not answer within this is listed as silent
 _COUNTS = ("pages", "slots", "quarantine", "embeddings", "tickets")
 
 
-def admin_app(house: House, readiness: Readiness) -> Starlette:
-    """The operator's pages."""
+def admin_app(house: House, readiness: Readiness) -> ASGIApp:
+    """The operator's pages, behind their own key where the settings hold one."""
 
     async def metrics(_: Request) -> Response:
         return PlainTextResponse(
@@ -36,9 +39,14 @@ def admin_app(house: House, readiness: Readiness) -> Starlette:
     async def inventory(_: Request) -> Response:
         return JSONResponse(await take_inventory(house))
 
-    return Starlette(
-        routes=[Route("/metrics", metrics), Route("/admin/inventory", inventory)],
+    app = Starlette(
+        routes=[
+            Route("/metrics", metrics),
+            Route("/admin/inventory", inventory),
+            *Dashboard(house, readiness).routes(),
+        ],
     )
+    return Keyed(app, house.settings.access.admin)
 
 
 async def take_inventory(house: House) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from common.config.loading import as_tables, load_settings, parse_settings
-from common.config.settings import ScalingSettings, Settings
+from common.config.scaling import ScalingSettings
+from common.config.settings import Settings
 from router.app import RouterReplica
 from services.decode.app import Decode
 from services.encoder.app import Encoder

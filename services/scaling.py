@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from common.config.settings import ScalingSettings
+from common.config.scaling import ScalingSettings
 
 STAGES = ("encoder", "prefill", "decode")
 _FULL, _UNSEEN = 0.98, 1.5  # full slots hide how many wait: then half as many again

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from common.config.scaling import ScalingSettings
 from common.errors import ConfigError
 
 LEAST_LEASE_S = 15.0  # `common/contract/protocol.py` posts a READ with 10 s left or not at all
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 def _positive(table: str, values: dict[str, float]) -> None:
@@ -68,6 +70,7 @@ class AccessSettings:
     keys: tuple[str, ...] = ()  # "name:hash", the hash being SHA-256 of the key in hex
     requests_per_minute: int = 0  # of one key; 0: no limit
     concurrent: int = 0  # requests of one key at once; 0: no limit
+    admin: str = ""  # hash of the second listener's key; without one it must stay on loopback
 
     def __post_init__(self) -> None:
         for entry in self.keys:
@@ -77,6 +80,8 @@ class AccessSettings:
                     f"access.keys holds {name!r}, which is not `name:hash`; the hash is what "
                     "`printf %s KEY | sha256sum` prints"
                 )
+        if self.admin and (len(self.admin) != 64 or set(self.admin) - set("0123456789abcdef")):
+            raise ConfigError("access.admin is not what `printf %s KEY | sha256sum` prints")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,60 +209,6 @@ class ObjectiveSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingSettings:
-    """The [scaling] table: how many replicas each stage may have, and when that changes.
-
-    Off, every stage keeps the `replicas` of its own table. A replica costs so many devices of the
-    `budget`; 0 means that none is set.
-    """
-
-    enabled: bool = False
-    budget: int = 0
-    encoder_min: int = 1  # 0: may go to sleep; its first image then waits for a start
-    encoder_max: int = 4
-    encoder_cost: int = 1
-    prefill_min: int = 1
-    prefill_max: int = 8
-    prefill_cost: int = 1
-    decode_min: int = 1
-    decode_max: int = 8
-    decode_cost: int = 1
-    aim: float = 0.7  # share of a replica's time or slots that should be in use
-    high: float = 0.8  # more replicas above this share
-    low: float = 0.5  # fewer when the rest would stay below this share
-    up_s: float = 5.0  # how long it must be so
-    down_s: float = 120.0
-    backlog_s: float = 30.0  # within which waiting work should be worked off
-    window_s: float = 10.0  # over which a replica's figures are means
-    start_s: float = 600.0  # a replica that has not started by then is given up
-    retry_s: float = 300.0  # and no other is tried for so long
-
-    def __post_init__(self) -> None:
-        for stage in ("encoder", "prefill", "decode"):
-            least, most = getattr(self, f"{stage}_min"), getattr(self, f"{stage}_max")
-            if not (least > 0 or stage == "encoder") or least < 0 or most < max(1, least):
-                raise ConfigError(
-                    f"scaling.{stage}_min is {least} and {stage}_max {most}; only the encoder may "
-                    "go down to 0, and the largest number is at least the smallest and 1"
-                )
-        if not 0 < self.low < self.aim < self.high <= 1:
-            raise ConfigError(
-                f"scaling.low, aim and high are {self.low:g}, {self.aim:g} and {self.high:g}; "
-                "they must rise, between 0 and 1"
-            )
-        floor = sum(
-            getattr(self, f"{s}_min") * getattr(self, f"{s}_cost")
-            for s in ("encoder", "prefill", "decode")
-        )
-        if self.budget and self.budget < floor:
-            raise ConfigError(f"scaling.budget is {self.budget}; the least replicas need {floor}")
-        _positive(
-            "scaling",
-            {"backlog_s": self.backlog_s, "window_s": self.window_s, "start_s": self.start_s},
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TestingSettings:
     """The [testing] table: hooks that refuse any bind but loopback."""
 
@@ -285,9 +236,14 @@ class Settings:
     testing: TestingSettings = field(default_factory=TestingSettings)
 
     def __post_init__(self) -> None:
+        if self.server.admin_host not in LOOPBACK and not self.access.admin:
+            raise ConfigError(
+                f"server.admin_host is {self.server.admin_host!r} and access.admin is empty; give "
+                "the hash of a key, as `printf %s KEY | sha256sum` prints it, or bind loopback"
+            )
         hooks = self.testing.scripted or self.testing.tamper or not self.testing.verify
         bound = {self.server.host, self.server.admin_host}
-        if hooks and not bound <= {"127.0.0.1", "::1", "localhost"}:
+        if hooks and not bound <= LOOPBACK:
             raise ConfigError(
                 f"[testing] hooks are on while the server binds {sorted(bound)}; "
                 "bind loopback or remove the [testing] table"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from common.config.settings import ScalingSettings
+from common.config.scaling import ScalingSettings
 from services.scaling import STAGES, Decision, Memory, Report, Seen, bounds_of, decide
 
 Load = Callable[[float], float]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.config.settings import ScalingSettings
+from common.config.scaling import ScalingSettings
 from common.errors import ConfigError
 from services.scaling import STAGES, Memory, Report, Seen, bounds_of, decide
 from tests.support.pools import world

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from common.config.loading import as_tables
-from common.config.settings import ScalingSettings, ServerSettings, Settings
+from common.config.scaling import ScalingSettings
+from common.config.settings import ServerSettings, Settings
 from services.scaling_hook import JointPolicy
 
 

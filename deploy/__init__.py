@@ -1,0 +1,1 @@
+"""Files for putting Baton on machines; no code of the product."""

@@ -1,0 +1,1 @@
+"""Dashboards, alerts and the settings of Prometheus and Grafana that show them."""
