@@ -1,8 +1,8 @@
 """What the dashboards show: a page a row of the story, a panel a question, a query an answer.
 
 `python -m deploy.monitoring.build` writes them as Grafana's JSON. Every sample has labels
-`room` and `replica` of who counted it; the router's own counters have room="router". Longer than other
-files because it is one list.
+`room` and `replica` of who counted it; the router's own counters have room="router".
+Longer than other files because it is one list.
 """
 
 from __future__ import annotations
