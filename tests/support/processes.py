@@ -58,8 +58,6 @@ class Process:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait(10)
-        assert self.popen.stdout is not None
-        self.popen.stdout.close()
         if self.popen.stdout is not None:
             self.popen.stdout.close()
 
@@ -67,7 +65,7 @@ class Process:
 def start(module: str, settings: Path, *more: str, env: dict[str, str] | None = None) -> Process:
     """Start `python -m MODULE SETTINGS ...`; its first line says where it listens."""
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "OMP_NUM_THREADS": "1",
         "BATON_SECRET": SECRET,
     }
