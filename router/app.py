@@ -20,7 +20,7 @@ from typing import Any
 from common.config.checkpoint import load_spec
 from common.config.loading import load_settings, parse_settings
 from common.config.settings import Settings
-from common.errors import RoomLost, ServingError
+from common.errors import NotReady, RoomLost, ServingError
 from common.observe.logs import note, start_logging
 from router import decisions
 from router import seats as seating
@@ -33,6 +33,7 @@ from router.routes import public_app
 from router.seats import Seats, seats_of
 from router.switchboard import SeatTable
 
+FAREWELL_S = 2.0  # after the drain time, for error events on their way to their readers
 DISCOVER_S = 1.0  # between two attempts to make Serve tell of the rooms
 WATCH_S = 0.5  # between two looks at the scaling policy's decisions
 
@@ -54,7 +55,7 @@ class Router:
             public_app(self.desk, self.house, self.readiness),
             host=server.host,
             port=server.port,
-            drain_s=server.drain_s,
+            drain_s=server.drain_s + FAREWELL_S,
         )
         self.admin = HttpListener(
             admin_app(self.house, self.readiness),
@@ -76,14 +77,23 @@ class Router:
         await self.admin.start()
 
     async def stop(self) -> None:
-        """Drain: not ready from now on, running requests may end, then everything is let go."""
+        """Drain: not ready from now on, running requests may end, then everything is let go.
+
+        Requests that take longer than `server.drain_s` end with an error that their readers see.
+        """
         self.readiness.is_draining = True
+        late = asyncio.create_task(self._cut_late())
         await self.public.stop()
+        late.cancel()
         await self.admin.stop()
         if self._prober is not None:
             self._prober.cancel()
         await self.house.stop()
         await self.desk.grammars.close()
+
+    async def _cut_late(self) -> None:
+        await asyncio.sleep(self.settings.server.drain_s)
+        self.house.cut(NotReady("this router is leaving; send the request again"))
 
     @property
     def is_alive(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from common.config.settings import Settings
-from common.errors import NotReady
+from common.errors import NotReady, ServingError
 from common.observe.metrics import Tally
 from router.admission import POLL_S, Admission
 from router.bell import Bell
@@ -30,6 +30,7 @@ class House:
         """`name` is this router's id; `secret` is what the rooms demand in `Hello`."""
         self.settings, self.name = settings, name
         self.running = 0  # requests between door and end, probes left out
+        self.cuts: set[Callable[[ServingError], None]] = set()  # each ends one running request
         self.bell = Bell()
         self.board = Switchboard(
             seats, settings.router, secret=secret, caller=f"router:{name}", bell=self.bell
@@ -63,6 +64,11 @@ class House:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    def cut(self, error: ServingError) -> None:
+        """End every running request with `error`, which its reader is told."""
+        for cut in list(self.cuts):
+            cut(error)
 
     def seen(self, room: str) -> tuple[list[Candidate], dict[str, Replica]]:
         """The replicas of a room for placement, and by id."""

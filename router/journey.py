@@ -37,8 +37,14 @@ class Journey:
     def set_out(self) -> None:
         """Begin."""
         self._house.running += not self._task.probe
+        self._house.cuts.add(self.cut)
         self._runner = self._house.spawn(self._run())
         self._runner.add_done_callback(self._end)  # also when it is cancelled before it began
+
+    def cut(self, error: ServingError) -> None:
+        """End it with this error; what was not read yet still can be."""
+        self._error = error
+        self._runner.cancel()
 
     def turn_back(self) -> None:
         """End it if it is still on its way. Once is enough, twice does no harm."""
@@ -98,6 +104,7 @@ class Journey:
 
     def _end(self, _: asyncio.Task[None]) -> None:
         self._house.running -= not self._task.probe
+        self._house.cuts.discard(self.cut)
         self.answer.close(self._error)
         self._ledger.free()
         outcome = self._error.code if self._error else self.answer.finish[0] or "stop"

@@ -472,6 +472,18 @@ async def test_stopping_lets_a_running_stream_end():
         await stopping
 
 
+async def test_a_stream_longer_than_the_drain_time_ends_with_an_error_and_not_done():
+    async with site() as here:
+        here.world["d1"].pause_after = 2
+        sending = asyncio.create_task(here.stream())
+        await until(lambda: here.router.house.running == 1)
+        await here.router.stop()
+        events = await sending
+        assert json.loads(events[-1])["error"]["code"] == "not_ready"
+        assert "[DONE]" not in "".join(events)
+        await here.nothing_left()
+
+
 async def test_small_replies_leave_at_once():
     async with site(ready=False, decode=1) as here:
         for listener in (here.router.public, here.router.admin):
