@@ -1,4 +1,4 @@
-"""The three rooms on one device: `python -m benchmarks.device_rooms [--device cuda]`.
+"""The three rooms on one or two devices: `python -m benchmarks.device_rooms [--device cuda]`.
 
 Processes without Ray, NIXL on the device's memory, the bundled checkpoint in fp32 and bf16. Asks
 the held-out questions, gives 50 requests up half-way, plants every change of bytes of the loss
@@ -98,6 +98,7 @@ async def questions(relay: Relay, settings: Settings, dtype: str) -> None:
     keep(
         "questions",
         dtype=dtype,
+        devices=torch.cuda.device_count(),
         right=len(CASES) - len(wrong),
         of=len(CASES),
         on_record=sum(case["correct"] for case in CASES),
@@ -145,27 +146,31 @@ async def losses(settings: Settings, dtype: str) -> None:
     keep("losses", dtype=dtype, **named)
 
 
-async def check(device: str, dtype: str, folder: Path) -> None:
+async def check(device: str, decode_device: str, dtype: str, folder: Path) -> None:
     tables = {
         "model": {"path": str(NANO), "device": device, "dtype": dtype},
         "transfer": {"canary_bound": 2e-3 if dtype == "float32" else 1.0},
     }
     path = write_settings(folder / f"{dtype}.toml", tables)
     settings = load_settings(path, {})
-    async with with_processes(path, encoder=1) as relay:
+    own = tables | {"model": tables["model"] | {"device": decode_device}}
+    decode_path = write_settings(folder / f"{dtype}-decode.toml", own)
+    async with with_processes(path, encoder=1, decode_path=decode_path) as relay:
         await questions(relay, settings, dtype)
         await cancels(relay, dtype)
-    await losses(changed(settings), dtype)
+    if decode_device == device:  # the rooms of one process share its settings
+        await losses(changed(settings), dtype)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--decode-device", default="", help="default: the same")
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for dtype in args.dtype:
-            asyncio.run(check(args.device, dtype, Path(folder)))
+            asyncio.run(check(args.device, args.decode_device or args.device, dtype, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -87,10 +87,14 @@ def rooms(
     prefill: int = 1,
     decode: int = 1,
     env: dict[str, str] | None = None,
+    decode_settings: Path | None = None,
 ) -> Iterator[list[Process]]:
     """So many replicas of each room, listening; all ended on the way out."""
-    wanted = ["encoder"] * encoder + ["prefill"] * prefill + ["decode"] * decode
+    wanted = ["encoder"] * encoder + ["prefill"] * prefill
     running = [start(f"services.{room}", settings, env=env) for room in wanted]
+    running += [
+        start("services.decode", decode_settings or settings, env=env) for _ in range(decode)
+    ]
     try:
         for process in running:
             process.wait_listening()

@@ -121,10 +121,19 @@ async def in_process(
 
 @contextlib.asynccontextmanager
 async def with_processes(
-    path: Path, *, encoder: int = 0, prefill: int = 1, decode: int = 1
+    path: Path,
+    *,
+    encoder: int = 0,
+    prefill: int = 1,
+    decode: int = 1,
+    decode_path: Path | None = None,
 ) -> AsyncIterator[Relay]:
-    """The same with a process for every room; `path` is a deployment file."""
-    with rooms(path, encoder=encoder, prefill=prefill, decode=decode) as running:
+    """The same with a process for every room; `path` is a deployment file, `decode_path` decode's
+    own where it differs.
+    """
+    with rooms(
+        path, encoder=encoder, prefill=prefill, decode=decode, decode_settings=decode_path
+    ) as running:
         places = [process.place for process in running]
         seats = [Seat(key=p["id"], host=p["host"], port=p["port"]) for p in places]
         async with house_of(load_settings(path, {}), seats) as house:
