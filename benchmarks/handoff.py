@@ -40,6 +40,8 @@ class Pools:
     """One side: pools for eight requests, registered."""
 
     def __init__(self, spec: ModelSpec, name: str, device: str, tokens: int) -> None:
+        if device.startswith("cuda"):
+            torch.cuda.set_device(device)
         dtype = torch.bfloat16
         self.states = StatePool(spec.text, max(AT_ONCE), dtype=dtype, device=device)
         self.latents = LatentPool(spec.text, pages_of(tokens), dtype=dtype, device=device)
