@@ -165,6 +165,9 @@ class DecodeSettings:
     slots: int = 32
     pages: int = 4096
     max_batch: int = 32  # most choices of one step
+    tensor: int = 1  # ranks of a replica that cut heads, vocabulary and widths
+    data: int = 1  # lanes of such ranks, each with requests of its own
+    expert: int = 1  # shares of whole experts; tensor x data spreads them over all ranks
 
     def __post_init__(self) -> None:
         _positive("decode", {"slots": self.slots, "pages": self.pages, "max_batch": self.max_batch})

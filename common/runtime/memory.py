@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from common.cache.allocator import Allocator
@@ -11,6 +13,8 @@ from common.config.spec import TextSpec
 from common.contract.regions import PoolInfo
 from common.model.batch import Memory
 from common.transfer.link import Link
+
+Mirror = Callable[[str, int, int], None]  # what, and its two numbers
 
 
 class TextMemory:
@@ -24,9 +28,22 @@ class TextMemory:
         pages: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        first_head: int = 0,
+        mirror: Mirror | None = None,
     ) -> None:
-        """Allocate both pools."""
-        self.states = StatePool(spec, slots, dtype=dtype, device=device)
+        """Allocate both pools.
+
+        Args:
+            spec: as this rank sees the model.
+            slots: requests.
+            pages: of 64 tokens.
+            dtype: of latents and convolution rows.
+            device: of both.
+            first_head: of the whole model, that this rank's heads start at.
+            mirror: called before a copy inside the pools, so that other ranks make it too.
+        """
+        self._mirror, self._kept = mirror, dict[tuple[int, int], torch.Tensor]()
+        self.states = StatePool(spec, slots, dtype=dtype, device=device, first_head=first_head)
         self.latents = LatentPool(spec, pages, dtype=dtype, device=device)
         self.slots, self.pages = Allocator(slots), Allocator(pages)
         self.tensors = Memory(
@@ -40,3 +57,27 @@ class TextMemory:
             link.register("conv", self.states.conv),
             link.register("latent", self.latents.pages),
         )
+
+    def copy_slot(self, src: int, dst: int) -> None:
+        """Copy one slot, header included."""
+        self._tell("copy_slot", src, dst)
+        self.states.copy(src, dst)
+
+    def copy_page(self, src: int, dst: int) -> None:
+        """Copy one page with the digest kept with it."""
+        self._tell("copy_page", src, dst)
+        self.latents.copy(src, dst)
+
+    def keep_row(self, page: int, row: int) -> None:
+        """Set one token's latents aside: a pass will write them again."""
+        self._tell("keep_row", page, row)
+        self._kept[page, row] = self.latents.pages[page, :, row].clone()
+
+    def restore_row(self, page: int, row: int) -> None:
+        """Put the latents back that `keep_row` set aside."""
+        self._tell("restore_row", page, row)
+        self.latents.pages[page, :, row].copy_(self._kept.pop((page, row)))
+
+    def _tell(self, what: str, first: int, second: int) -> None:
+        if self._mirror is not None:
+            self._mirror(what, first, second)

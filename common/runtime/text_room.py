@@ -6,17 +6,19 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 
 from common.config.settings import Settings
 from common.contract.messages import EmbedTicket, Endpoint, Offer
 from common.contract.protocol import lease_left
 from common.contract.regions import PoolInfo
-from common.errors import Cancelled
+from common.errors import Cancelled, RoomLost
 from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
+from common.runtime.leading import Leading
 from common.runtime.loaded import load_text
 from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
@@ -33,10 +35,22 @@ class TextRoom:
     """Model, pools, NIXL agent, receiver and socket of one replica."""
 
     def __init__(
-        self, name: str, settings: Settings, *, secret: str, replica: str, slots: int, pages: int
+        self,
+        name: str,
+        settings: Settings,
+        *,
+        secret: str,
+        replica: str,
+        slots: int,
+        pages: int,
+        leading: Leading | None = None,
     ) -> None:
-        """Load the model and register the pools; takes seconds."""
-        self.loaded = loaded = load_text(settings)
+        """Load the model and register the pools; takes seconds.
+
+        With `leading` the replica is a group, whose leader has loaded its part already.
+        """
+        self.leading = leading
+        self.loaded = loaded = load_text(settings) if leading is None else leading.loaded
         self.room = room = Room(name, secret=secret, replica=replica)
         self.tally = Tally()
         self.identity = Identity(
@@ -48,8 +62,12 @@ class TextRoom:
         transfer = settings.transfer
         self.threads = ThreadPoolExecutor(transfer.threads, thread_name_prefix="transfer")
         self.link = NixlLink(f"{room.id}-{room.epoch}", transports=transfer.transports)
-        self.memory = TextMemory(
-            loaded.spec.text, slots=slots, pages=pages, dtype=loaded.dtype, device=loaded.device
+        self.memory = (
+            TextMemory(
+                loaded.spec.text, slots=slots, pages=pages, dtype=loaded.dtype, device=loaded.device
+            )
+            if leading is None
+            else leading.memory
         )
         self.pools: tuple[PoolInfo, ...] = self.memory.register(self.link)
         self.receiver = MeasuredReceiver(
@@ -70,6 +88,8 @@ class TextRoom:
         self.room.every_sweep(self._sweep_receiver)
         engine.on_failure(self.room.hang_up)
         engine.start()
+        if self.leading is not None:
+            self.leading.on_lost = partial(_end, engine, self.room)
         return await self.room.open(
             host,
             lambda at, port: describe(self.room, self.identity, at, port, self.link, self.pools),
@@ -79,6 +99,8 @@ class TextRoom:
         """Stop listening, then computing."""
         await self.room.close()
         await asyncio.to_thread(engine.stop)
+        if self.leading is not None:
+            self.leading.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
 
@@ -119,3 +141,14 @@ class TextRoom:
     def _sweep_receiver(self) -> None:
         if self.receiver.quarantined:
             self.threads.submit(self.receiver.sweep)
+
+
+def _end(engine: EngineLoop, room: Room, reason: str) -> None:
+    """End a replica whose group has lost a rank, whatever its engine is doing."""
+    lost = RoomLost(reason)
+    room.hang_up(lost)  # now: a pass in progress may wait for the lost rank a while longer
+
+    def fail() -> None:
+        raise lost
+
+    engine.post(fail)

@@ -145,7 +145,8 @@ class DecodeEngine:
                 HandoffRefused("reservation", "it is not held any more; reserve again")
             )
             return
-        held.stage, held.writers, held.job, held.accepted = "fetching", 2, job, accepted
+        held.stage, held.job, held.accepted = "fetching", job, accepted
+        held.writers = 1 + self._intake.readers
         held.deadline = posted + job.deadline_s
         self._threads.submit(self._run_intake, held, job, posted)
 

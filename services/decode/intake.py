@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from common.contract.messages import DecodeJob
 from common.contract.prefixes import token_hash
+from common.contract.regions import Span
 from common.errors import HandoffRefused, ServingError
 from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
@@ -60,11 +61,13 @@ class Intake:
         self._memory, self._receiver, self._identity = memory, receiver, identity
         self._grammars = grammars
         self._deadline_s, self._claim, self.tamper = deadline_s, claim, tamper
+        self.readers = 1  # READs of one hand-off, each of which ends for itself
 
     def take(
         self, held: Held, job: DecodeJob, posted: float, read_ended: Callable[[], None]
     ) -> Times:
-        """Fill and verify the request's memory; `read_ended` is called exactly once.
+        """Fill and verify the request's memory; `read_ended` is called once for each of
+        the `readers`.
 
         Raises:
             HandoffRefused: naming the part.
@@ -74,23 +77,53 @@ class Intake:
         try:
             pairs = self._checked(held, job)
         except ServingError:
-            read_ended()
+            for _ in range(self.readers):
+                read_ended()
             raise
-        deadline_s = min(self._deadline_s, job.deadline_s)
-        self._receiver.fetch(
-            job.producer, pairs, deadline_s, lambda: held.stage != "fetching", read_ended
-        )
+        self._read(held, job, pairs, min(self._deadline_s, job.deadline_s), read_ended)
         pulled = time.monotonic()
         if self.tamper is not None:
             self.tamper(held, self._memory)
-        self._receiver.verify(job.ticket.seal.digests, lambda: self._measure(held))
-        self._memory.latents.zero_rest(held.prompt_pages, held.reserve.prompt_tokens)
+        self._verify(held, job)
         if job.sampling.grammar is not None:
             held.matcher = self._grammars.matcher(job.sampling.grammar)
         now = time.monotonic()
         return Times(wait_s=started - posted, pull_s=pulled - started, verify_s=now - pulled)
 
-    def _checked(self, held: Held, job: DecodeJob) -> list[Pair]:
+    def _checked(self, held: Held, job: DecodeJob) -> list[list[Pair]]:
+        """Check the ticket; what each reader READs."""
+        states, latents = self._memory.states, self._memory.latents
+        expected = {
+            "state": Extent(unit=states.state_bytes, count=1),
+            "conv": Extent(unit=states.conv_bytes, count=1),
+            "latent": Extent(unit=latents.page_bytes, count=len(held.prompt_pages)),
+        }
+        local = self._check(held, job, expected)
+        remote = spans_of(job.ticket)
+        return [[pair for kind in local for pair in pair_spans(local[kind], remote[kind])]]
+
+    def _read(
+        self,
+        held: Held,
+        job: DecodeJob,
+        pairs: list[list[Pair]],
+        deadline_s: float,
+        read_ended: Callable[[], None],
+    ) -> None:
+        """READ everything; `read_ended` is called once for each reader."""
+        self._receiver.fetch(
+            job.producer, pairs[0], deadline_s, lambda: held.stage != "fetching", read_ended
+        )
+
+    def _verify(self, held: Held, job: DecodeJob) -> None:
+        """Compare what arrived with what was signed, and clear what lies behind it."""
+        self._receiver.verify(job.ticket.seal.digests, lambda: self._measure(held))
+        self._memory.latents.zero_rest(held.prompt_pages, held.reserve.prompt_tokens)
+
+    def _check(
+        self, held: Held, job: DecodeJob, expected: dict[str, Extent]
+    ) -> dict[str, list[Span]]:
+        """Renew and check the ticket, canary included; this rank's own spans by kind."""
         states, latents = self._memory.states, self._memory.latents
         left_s = self._claim(job.producer, job.ticket.offer, lambda: held.stage != "fetching")
         if len(job.token_ids) != held.reserve.prompt_tokens:
@@ -98,11 +131,7 @@ class Intake:
                 "token_count",
                 f"{held.reserve.prompt_tokens} tokens were reserved, {len(job.token_ids)} came",
             )
-        expected = {
-            "state": Extent(unit=states.state_bytes, count=1),
-            "conv": Extent(unit=states.conv_bytes, count=1),
-            "latent": Extent(unit=latents.page_bytes, count=len(held.prompt_pages)),
-        }
+        expected = dict(expected)
         local = {kind: [span] for kind, span in states.span(held.slots[0]).items()}
         local["latent"] = list(latents.spans(held.prompt_pages))
         if held.canary_slot >= 0:
@@ -119,8 +148,7 @@ class Intake:
             expected=expected,
             lease_left_s=left_s,
         )
-        remote = spans_of(job.ticket)
-        return [pair for kind in local for pair in pair_spans(local[kind], remote[kind])]
+        return local
 
     def _measure(self, held: Held) -> Signature:
         states, latents = self._memory.states, self._memory.latents

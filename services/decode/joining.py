@@ -35,9 +35,9 @@ def join(held: Held, job: DecodeJob, memory: TextMemory) -> list[Choice]:
     for index in range(held.reserve.n):
         slot, own = held.slots[index], held.own_pages[index]
         if index:
-            memory.states.copy(held.slots[0], slot)
+            memory.copy_slot(held.slots[0], slot)
             if total % CHUNK:
-                memory.latents.copy(held.own_pages[0][0], own[0])
+                memory.copy_page(held.own_pages[0][0], own[0])
         forced = job.forced[index] if job.forced else ()
         tokens = list(forced) or [job.ticket.seal.first[index].id]
         choices.append(
@@ -73,12 +73,12 @@ def canary_difference(held: Held, job: DecodeJob, model: TextModel, memory: Text
     pages = held.prompt_pages
     last_page, row = pages[-1], (total - 1) % CHUNK
     memory.states.begin(held.canary_slot, held.id, tokens=total - 1, zero=False)
-    kept = memory.latents.pages[last_page, :, row].clone()  # the step writes this row again
+    memory.keep_row(last_page, row)  # the step writes it again
     share = Share(
         slot=held.canary_slot, pages=pages, start=total - 1, token_ids=(job.token_ids[-1],)
     )
     logits = model.forward(StepBatch(kind="steps", shares=(share,)), memory.tensors)[0]
-    memory.latents.pages[last_page, :, row].copy_(kept)
+    memory.restore_row(last_page, row)
     top = job.ticket.seal.canary_top
     if not top:
         return float("nan")

@@ -22,16 +22,40 @@ from common.contract.messages import (
     TokenFrame,
 )
 from common.errors import CapacityError
+from common.runtime.leading import Leading, Start
 from common.runtime.text_room import TextRoom
 from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
+from services.decode.ranks import GroupIntake, LocalRanks, mesh_of
 
 
 class DecodeRoom(TextRoom):
     """A replica: engine, pools, agent and socket."""
 
-    def __init__(self, settings: Settings, *, secret: str, replica: str = "") -> None:
-        """Load the model and register the pools; takes seconds."""
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        secret: str,
+        replica: str = "",
+        start: Start | None = None,
+    ) -> None:
+        """Load the model and register the pools; takes seconds.
+
+        Of several ranks this process is the leader; `start` starts the others, as processes of this
+        host when nothing else is given.
+        """
+        mesh, leading = mesh_of(settings), None
+        self._local = LocalRanks(settings, secret)
+        if mesh.world > 1:
+            leading = Leading(
+                settings,
+                mesh,
+                secret=secret,
+                slots=settings.decode.slots,
+                pages=settings.decode.pages,
+                start=start or self._local.start,
+            )
         super().__init__(
             "decode",
             settings,
@@ -39,15 +63,27 @@ class DecodeRoom(TextRoom):
             replica=replica,
             slots=settings.decode.slots,
             pages=settings.decode.pages,
+            leading=leading,
         )
         transfer = settings.transfer
-        self.intake = Intake(
-            self.memory,
-            self.receiver,
-            self.identity,
-            self.grammars,
-            deadline_s=transfer.deadline_s,
-            claim=self.claim,
+        self.intake = (
+            Intake(
+                self.memory,
+                self.receiver,
+                self.identity,
+                self.grammars,
+                deadline_s=transfer.deadline_s,
+                claim=self.claim,
+            )
+            if leading is None
+            else GroupIntake(
+                leading,
+                self.receiver,
+                self.identity,
+                self.grammars,
+                deadline_s=transfer.deadline_s,
+                claim=self.claim,
+            )
         )
         self.engine = DecodeEngine(
             self.loaded.model,
@@ -81,6 +117,7 @@ class DecodeRoom(TextRoom):
     async def close(self) -> None:
         """Stop listening, then computing."""
         await self.stop(self.engine.loop)
+        await asyncio.to_thread(self._local.close)
 
     async def load(self, message: Ping, caller: str) -> Load:
         """How busy this replica is."""

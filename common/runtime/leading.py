@@ -1,0 +1,225 @@
+"""Leading: a leader's own part, its group, and what it asks of the ranks beside passes.
+
+READs and digests fan out to the ranks by number and come back by it. When the group fails, whoever
+waits here is told, and so is the room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.config.settings import Settings
+from common.contract.messages import Endpoint
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoffRefused,
+    RoomLost,
+    ServingError,
+    TransferError,
+)
+from common.ops.digest import Signature
+from common.parallel.mesh import Mesh
+from common.runtime.group import Leader, joining
+from common.runtime.orders import (
+    Abandon,
+    Ended,
+    Freed,
+    Measure,
+    Measured,
+    Mirrored,
+    Order,
+    Pull,
+)
+from common.runtime.part import read_part
+from common.transfer.link import Pair
+
+Start = Callable[[int, str, int], None]  # rank, leader's host and port: start a rank's process
+POLL_S = 0.02  # how soon a wait for ranks notices a cancel
+GRACE_S = 2.0  # beyond a READ's own deadline, for its word to arrive
+ERRORS: dict[str, type[ServingError]] = {
+    kind.code: kind for kind in (TransferError, DeadlineExceeded, Cancelled, RoomLost)
+}
+
+
+@dataclass(slots=True)
+class _Asked:
+    future: Future[Any] = field(default_factory=Future)
+    on_free: Callable[[], None] | None = None
+
+
+class Leading:
+    """The leader of a group whose ranks are all there."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        mesh: Mesh,
+        *,
+        secret: str,
+        slots: int,
+        pages: int,
+        start: Start,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Start the ranks, load the leader's own part meanwhile, and meet.
+
+        Raises:
+            ConfigError: the mesh does not divide the model, does not fit, or a rank is another's.
+            RoomLost: a rank did not come, or ended.
+        """
+        self.mesh = mesh
+        self._numbers = itertools.count(1)
+        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._lock = threading.Lock()
+        self.on_lost: Callable[[str], None] | None = None
+        secret_of_group = secret
+        part = read_part(settings, mesh, 0, slots=slots, pages=pages)
+        own = joining(
+            secret=secret_of_group,
+            rank=0,
+            world=mesh.world,
+            model_print=part.facts.model_print,
+            layout_print=part.layout_print,
+        )
+        self._leader = Leader(mesh.world, own, host)
+        self._leader.on_order, self._leader.on_lost = self._answered, self._lost
+        for rank in range(1, mesh.world):
+            start(rank, host, self._leader.port)
+        store = self._leader.gather()
+        self.memory = part.memory(self._mirror)
+        self.loaded = part.loaded(part.meet(store, self._leader.send))
+
+    def pull(
+        self,
+        peer: Endpoint,
+        pairs: Mapping[int, Sequence[Pair]],
+        deadline_s: float,
+        on_free: Callable[[], None],
+    ) -> list[Future[None]]:
+        """Let ranks READ; `on_free` is called once for each when its destination is free again."""
+        futures = []
+        for rank, own in pairs.items():
+            number = next(self._numbers)
+            asked = self._ask(rank, number, on_free)
+            order = Pull(number=number, peer=peer, pairs=tuple(own), deadline_s=deadline_s)
+            self._tell(rank, order)
+            futures.append(asked.future)
+        return futures
+
+    def await_all(
+        self, futures: Sequence[Future[Any]], within_s: float, cancelled: Callable[[], bool]
+    ) -> list[Any]:
+        """The results of what ranks were asked; errors are theirs.
+
+        Raises:
+            Cancelled, DeadlineExceeded, TransferError, RoomLost: of the first rank that failed.
+        """
+        until = time.monotonic() + within_s + GRACE_S
+        while waiting := wait(futures, timeout=POLL_S).not_done:
+            failed = next((f for f in futures if f.done() and f.exception()), None)
+            late = time.monotonic() > until
+            if failed is None and not cancelled() and not late:
+                continue
+            self.abandon(waiting)
+            if failed is not None:
+                break
+            if late:
+                raise DeadlineExceeded(f"ranks did not answer within {within_s:g} s")
+            raise Cancelled("cancelled while the ranks were reading")
+        for future in futures:
+            if future.done():
+                future.result()
+        return [future.result() for future in futures]
+
+    def abandon(self, futures: set[Future[Any]]) -> None:
+        """Give READs up; their destinations become free when they ended."""
+        with self._lock:
+            numbers = [key for key, asked in self._asked.items() if asked.future in futures]
+        for rank, number in numbers:
+            self._tell(rank, Abandon(number=number))
+
+    def measure(self, make: Callable[[int], Measure]) -> list[Future[Signature]]:
+        """Let every other rank of the lane digest its memory; `make(number)` is the order."""
+        futures = []
+        for rank in range(1, self.mesh.tensor):
+            number = next(self._numbers)
+            futures.append(self._ask(rank, number, None).future)
+            self._tell(rank, make(number))
+        return futures
+
+    def close(self) -> None:
+        """End the group."""
+        self._leader.close()
+
+    def _mirror(self, what: str, first: int, second: int) -> None:
+        self._leader.send(Mirrored(what=what, first=first, second=second))
+
+    def _ask(self, rank: int, number: int, on_free: Callable[[], None] | None) -> _Asked:
+        asked = _Asked(on_free=on_free)
+        asked.future.set_running_or_notify_cancel()
+        with self._lock:
+            self._asked[rank, number] = asked
+        return asked
+
+    def _tell(self, rank: int, order: Order) -> None:
+        # A group that failed answers everything that was asked of it; nothing to raise here.
+        try:
+            self._leader.tell(rank, order)
+        except RoomLost as error:
+            self._lost(str(error), tell=False)
+
+    def _answered(self, rank: int, order: Order) -> None:
+        if not isinstance(order, Ended | Freed | Measured):
+            return
+        with self._lock:
+            asked = self._asked.get((rank, order.number))
+            if asked is not None and (isinstance(order, Measured) or _is_over(asked, order)):
+                del self._asked[rank, order.number]
+        if asked is None:
+            return
+        if isinstance(order, Freed):
+            _free(asked)
+        elif isinstance(order, Measured):
+            found = Signature(sums=order.sums, unsound=order.unsound)
+            asked.future.set_result(found)
+        elif order.code:
+            asked.future.set_exception(_error(order))
+        else:
+            asked.future.set_result(None)
+
+    def _lost(self, reason: str, tell: bool = True) -> None:
+        with self._lock:
+            left = list(self._asked.values())
+            self._asked.clear()
+        for asked in left:
+            if not asked.future.done():
+                asked.future.set_exception(RoomLost(reason))
+            _free(asked)
+        if tell and self.on_lost is not None:
+            self.on_lost(reason)
+
+
+def _is_over(asked: _Asked, order: Order) -> bool:
+    """Whether a READ has said both of its words with this one."""
+    if isinstance(order, Freed):
+        return asked.future.done()
+    return asked.on_free is None
+
+
+def _free(asked: _Asked) -> None:
+    if asked.on_free is not None:
+        on_free, asked.on_free = asked.on_free, None
+        on_free()
+
+
+def _error(order: Ended) -> ServingError:
+    if order.code == HandoffRefused.code:
+        return TransferError(order.text)
+    return ERRORS.get(order.code, TransferError)(order.text)

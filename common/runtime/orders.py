@@ -1,0 +1,216 @@
+"""Orders: what a leader tells its ranks and what they answer; msgpack, tagged, strict.
+
+A pass over the model is plain data here, so that every rank runs the same one. Nothing is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import torch
+
+from common.contract.messages import Endpoint
+from common.contract.regions import Span
+from common.model.batch import Share, StepBatch
+
+VERSION = 1
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
+    """Base of everything that travels inside a group."""
+
+
+class Join(Order, frozen=True, kw_only=True):
+    """First word of a rank: who it is and what it loads."""
+
+    version: int
+    secret: str
+    rank: int
+    world: int
+    model_print: str
+    layout_print: str  # of the whole model, and of its pools: all ranks have the same
+
+
+class Welcome(Order, frozen=True, kw_only=True):
+    """The leader's answer when all ranks are there: where their collectives meet."""
+
+    store_host: str
+    store_port: int
+    lineage: str  # names this life of the group in the store
+
+
+class Turned(Order, frozen=True, kw_only=True):
+    """The leader's answer to a rank that does not belong; the rank ends."""
+
+    reason: str
+
+
+class Ping(Order, frozen=True, kw_only=True):
+    """Are you there?"""
+
+
+class Pong(Order, frozen=True, kw_only=True):
+    """Yes. Sent beside the computation, so a long pass is not silence."""
+
+
+class ShareOrder(Order, frozen=True, kw_only=True):
+    """A `Share`; image rows travel as bytes of the model's dtype."""
+
+    slot: int
+    pages: tuple[int, ...]
+    start: int
+    token_ids: tuple[int, ...]
+    want_logits: bool = True
+    embeds: bytes = b""
+    embed_at: tuple[int, ...] = ()
+
+
+class Pass(Order, frozen=True, kw_only=True):
+    """One pass of all ranks: for each lane its shares, none for an idle one."""
+
+    kind: str
+    lanes: tuple[tuple[ShareOrder, ...], ...]
+
+
+class Mirrored(Order, frozen=True, kw_only=True):
+    """A copy inside the pools that the leader makes too: a method of `TextMemory` by name."""
+
+    what: str  # copy_slot, copy_page, keep_row or restore_row
+    first: int
+    second: int
+
+
+class Pull(Order, frozen=True, kw_only=True):
+    """READ these (local, remote) spans; answered by `Ended`, later by `Freed`."""
+
+    number: int
+    peer: Endpoint
+    pairs: tuple[tuple[Span, Span], ...]
+    deadline_s: float
+
+
+class Abandon(Order, frozen=True, kw_only=True):
+    """Give a READ up; its destination stays in quarantine until it ended."""
+
+    number: int
+
+
+class Ended(Order, frozen=True, kw_only=True):
+    """How a READ ended for the request: no `code`, or the error's."""
+
+    number: int
+    code: str = ""
+    text: str = ""
+
+
+class Freed(Order, frozen=True, kw_only=True):
+    """Nobody writes into the READ's destination any more."""
+
+    number: int
+
+
+class Measure(Order, frozen=True, kw_only=True):
+    """Digest a request's slot and pages as they are, then clear the rest of the last page."""
+
+    number: int
+    slot: int
+    canary_slot: int  # -1: none
+    pages: tuple[int, ...]
+    tokens: int
+
+
+class Measured(Order, frozen=True, kw_only=True):
+    """A rank's signature."""
+
+    number: int
+    sums: dict[str, int]
+    unsound: tuple[str, ...]
+
+
+class Failed(Order, frozen=True, kw_only=True):
+    """A rank's last word: why it ends."""
+
+    reason: str
+
+
+AnyOrder = (
+    Join
+    | Welcome
+    | Turned
+    | Ping
+    | Pong
+    | Pass
+    | Mirrored
+    | Pull
+    | Abandon
+    | Ended
+    | Freed
+    | Measure
+    | Measured
+    | Failed
+)
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyOrder)
+
+
+def encode(order: Order) -> bytes:
+    """An order's bytes."""
+    return _encoder.encode(order)
+
+
+def decode(raw: bytes) -> Order:
+    """Bytes' order; msgspec.ValidationError where they are none."""
+    order: Order = _decoder.decode(raw)
+    return order
+
+
+def order_of(kind: str, lanes: tuple[tuple[Share, ...], ...]) -> Pass:
+    """A pass as an order."""
+    return Pass(kind=kind, lanes=tuple(tuple(map(_share_order, shares)) for shares in lanes))
+
+
+def batch_of(order: Pass, lane: int, hidden: int, dtype: torch.dtype) -> StepBatch | None:
+    """A lane's batch of an ordered pass; None where the lane is idle."""
+    shares = tuple(_share(share, hidden, dtype) for share in order.lanes[lane])
+    return StepBatch(kind=order.kind, shares=shares) if shares else None
+
+
+def layout_of(whole: str, *, slots: int, pages: int, mesh: object) -> str:
+    """What all ranks of a group must agree on beside the model: layout, pools and mesh."""
+    facts = f"{whole} {slots} {pages} {mesh}".encode()
+    return hashlib.blake2b(facts, digest_size=16).hexdigest()
+
+
+def _share_order(share: Share) -> ShareOrder:
+    rows = share.embeds
+    return ShareOrder(
+        slot=share.slot,
+        pages=share.pages,
+        start=share.start,
+        token_ids=share.token_ids,
+        want_logits=share.want_logits,
+        embeds=b"" if rows is None else _bytes(rows),
+        embed_at=share.embed_at,
+    )
+
+
+def _share(order: ShareOrder, hidden: int, dtype: torch.dtype) -> Share:
+    rows = None
+    if order.embeds:
+        raw = torch.frombuffer(bytearray(order.embeds), dtype=torch.uint8)
+        rows = raw.view(dtype).view(-1, hidden)
+    return Share(
+        slot=order.slot,
+        pages=order.pages,
+        start=order.start,
+        token_ids=order.token_ids,
+        want_logits=order.want_logits,
+        embeds=rows,
+        embed_at=order.embed_at,
+    )
+
+
+def _bytes(rows: torch.Tensor) -> bytes:
+    return bytes(rows.contiguous().cpu().view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,168 @@
+"""Rank: a process of a group that is not its leader: it joins, obeys in order, and ends with it.
+
+Passes and copies run in the main thread in the order they came; READs and digests in transfer
+threads beside them, as in a room. A leader that hangs up ends the process at once: nothing of a
+group outlives it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from common.config.settings import Settings
+from common.errors import RoomLost, ServingError
+from common.ops.digest import Signature
+from common.parallel.mesh import Mesh
+from common.runtime.group import Channel, enter, joining
+from common.runtime.grouped import GroupModel
+from common.runtime.memory import TextMemory
+from common.runtime.orders import (
+    Abandon,
+    Ended,
+    Failed,
+    Freed,
+    Measure,
+    Measured,
+    Mirrored,
+    Order,
+    Pass,
+    Ping,
+    Pong,
+    Pull,
+)
+from common.runtime.part import read_part
+from common.transfer.nixl import NixlLink
+from common.transfer.receiver import Receiver
+
+log = logging.getLogger(__name__)
+SWEEP_S = 0.5
+MIRRORED = ("copy_slot", "copy_page", "keep_row", "restore_row")
+
+
+class Rank:
+    """One rank's hands: what each order does."""
+
+    def __init__(
+        self, model: GroupModel, memory: TextMemory, receiver: Receiver, channel: Channel
+    ) -> None:
+        """Take a model that has met its group."""
+        self._model, self._memory = model, memory
+        self._receiver, self._channel = receiver, channel
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="transfer")
+        self._abandoned: set[int] = set()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+
+    def serve(self) -> None:
+        """Obey until the leader is gone; never returns normally.
+
+        Raises:
+            RoomLost: the leader or another rank is gone.
+        """
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+        threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
+        while (order := self._orders.get()) is not None:
+            if isinstance(order, Pass):
+                self._model.obey(order, self._memory.tensors)
+            elif isinstance(order, Mirrored) and order.what in MIRRORED:
+                getattr(self._memory, order.what)(order.first, order.second)
+            else:
+                raise ServingError(f"a rank cannot obey {type(order).__name__}")
+        raise RoomLost("the leader is gone")
+
+    def _listen(self) -> None:
+        while (order := self._channel.receive()) is not None:
+            if isinstance(order, Ping):
+                self._channel.send(Pong())
+            elif isinstance(order, Pull):
+                self._threads.submit(self._guarded, partial(self._pull, order))
+            elif isinstance(order, Measure):
+                self._threads.submit(self._guarded, partial(self._measure, order))
+            elif isinstance(order, Abandon):
+                self._abandoned.add(order.number)
+            else:
+                self._orders.put(order)
+        os._exit(3)  # a pass in progress may wait for ever for ranks that end the same way
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # a transfer thread's last handler: the group ends
+            log.exception("rank failed")
+            self._channel.send(Failed(reason=str(error)))
+
+    def _pull(self, order: Pull) -> None:
+        number = order.number
+        try:
+            self._receiver.fetch(
+                order.peer,
+                order.pairs,
+                order.deadline_s,
+                lambda: number in self._abandoned,
+                lambda: self._channel.send(Freed(number=number)),
+            )
+        except ServingError as error:
+            self._channel.send(Ended(number=number, code=error.code, text=str(error)))
+        else:
+            self._channel.send(Ended(number=number))
+        self._abandoned.discard(number)
+
+    def _measure(self, order: Measure) -> None:
+        found = measure(self._memory, order)
+        self._channel.send(Measured(number=order.number, sums=found.sums, unsound=found.unsound))
+
+    def _sweep(self) -> None:
+        while True:
+            time.sleep(SWEEP_S)
+            if self._receiver.quarantined:
+                self._receiver.sweep()
+
+
+def measure(memory: TextMemory, order: Measure) -> Signature:
+    """Digest a request's memory as it is now, then clear the rest of its last page."""
+    states, latents = memory.states, memory.latents
+    found = states.sign(order.slot) | latents.measure(order.pages, order.tokens)
+    if order.canary_slot >= 0:
+        found = found | states.sign(order.canary_slot, prefix="canary_")
+    latents.zero_rest(order.pages, order.tokens)
+    return found
+
+
+def run_rank(
+    settings: Settings,
+    mesh: Mesh,
+    rank: int,
+    *,
+    secret: str,
+    leader: tuple[str, int],
+    slots: int,
+    pages: int,
+) -> None:
+    """Load, join, obey; ends the process when the group ends."""
+    part = read_part(settings, mesh, rank, slots=slots, pages=pages)
+    join = joining(
+        secret=secret,
+        rank=rank,
+        world=mesh.world,
+        model_print=part.facts.model_print,
+        layout_print=part.layout_print,
+    )
+    channel, store = enter(*leader, join)
+    try:
+        memory = part.memory()
+        link = NixlLink(f"rank-{rank}-{time.time_ns()}", transports=settings.transfer.transports)
+        memory.register(link)
+        receiver = Receiver(
+            link, quarantine_bound=settings.transfer.quarantine_bound, verifying=False
+        )
+        Rank(part.meet(store), memory, receiver, channel).serve()
+    except Exception as error:  # the process's last handler: tell, and end
+        log.error("rank %d ends: %s", rank, error)
+        channel.send(Failed(reason=str(error)))
+        os._exit(3)

@@ -1,0 +1,95 @@
+"""A decode replica of several ranks: the answers of one rank, and one failure domain."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from common.config.loading import parse_settings
+from common.contract.messages import Ping
+from common.errors import ConfigError
+from router.journey import Journey
+from services.decode.room import DecodeRoom
+from tests.support.processes import SECRET
+from tests.support.relay import changed, in_process
+
+SMALL = {"slots": 8, "pages": 64}
+SETTINGS = parse_settings({"decode": SMALL, "prefill": SMALL}, source="test")
+PROMPTS = [tuple(range(20, 20 + n)) for n in (5, 64, 130)]
+
+
+def of_ranks(**axes: int):
+    return changed(SETTINGS, decode=axes)
+
+
+async def answers(line) -> list:
+    """Several requests at once; one has two choices and a canary."""
+    tasks = [line.task(p, max_tokens=8) for p in PROMPTS]
+    tasks.append(line.task(PROMPTS[2], n=2, temperature=1.0, seed=5, canary=True))
+    return list(await asyncio.gather(*map(line.run, tasks)))
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2, "expert": 2}, {"tensor": 4}], ids=str)
+async def test_a_group_of_ranks_gives_the_answers_of_one(axes) -> None:
+    async with in_process(SETTINGS) as line:
+        alone = await answers(line)
+    async with in_process(of_ranks(**axes)) as line:
+        group = await answers(line)
+        await line.nothing_left()
+        ranks = line.decodes[0]._local.processes
+        assert len(ranks) == axes["tensor"] - 1 and all(r.poll() is None for r in ranks)
+    assert all(rank.poll() is not None for rank in ranks)
+    for one, many in zip(alone, group, strict=True):
+        assert [one.ids(c) for c in range(len(one.tokens))] == [
+            many.ids(c) for c in range(len(many.tokens))
+        ]
+        assert many.logprobs() == pytest.approx(one.logprobs(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
+async def test_a_lost_rank_ends_its_group_and_the_answer_goes_on_elsewhere(number) -> None:
+    ask = {"max_tokens": 60, "temperature": 1.0, "seed": 3}
+    async with in_process(of_ranks(tensor=2), decode=2) as line:
+        whole = await line.run(line.task(PROMPTS[0], **ask))
+        ids: list[int] = []
+        async with Journey(line.task(PROMPTS[0], **ask), line.house) as journey:
+            async for item in journey.events():
+                ids += [token.id for token in item.tokens]
+                if len(ids) == 10:
+                    (room,) = [room for room in line.decodes if room.engine.helds()]
+                    (rank,) = room._local.processes
+                    since = time.monotonic()
+                    os.kill(rank.pid, number)
+        assert time.monotonic() - since < 14  # silence, then the same prompt elsewhere
+        assert room.room.ended.is_set() and ids == whole.ids()
+        os.kill(rank.pid, signal.SIGKILL)
+
+
+async def test_an_idle_group_notices_a_lost_rank_and_takes_the_others_along() -> None:
+    async with in_process(of_ranks(tensor=4)) as line:
+        room = line.decodes[0]
+        lost, *others = room._local.processes
+        since = time.monotonic()
+        os.kill(lost.pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while room.engine.loop.failure is None or any(o.poll() is None for o in others):
+                await asyncio.sleep(0.02)
+        assert time.monotonic() - since < 5
+        assert (await room.load(Ping(), "test")).suspended
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read() -> None:
+    for axes, sentence in (
+        ({"tensor": 3}, "4 KDA heads cannot be cut over 3"),
+        ({"data": 2, "expert": 2}, "decode.data is 2"),
+        ({"tensor": 2, "expert": 3}, "cannot be shared 3 ways"),
+        ({"tensor": 2, "slots": 1 << 24}, "its device has"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            DecodeRoom(of_ranks(**axes), secret=SECRET)
