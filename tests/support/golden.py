@@ -8,12 +8,14 @@ import json
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 HERE = Path(__file__).parent.parent / "data"
 GOLDEN = Path(os.environ.get("BATON_GOLDEN", HERE / "golden"))
+BUNDLED_EVAL = HERE / "nano_eval.jsonl"  # the questions that tests name by their ids
 NANO_EVAL = Path(os.environ.get("BATON_NANO_EVAL", HERE / "nano_eval.jsonl"))
 NANO = HERE.parent.parent / "checkpoints" / "nano"
 
@@ -34,9 +36,20 @@ def tensors(name: str) -> dict[str, Tensor]:
     return load_file(GOLDEN / f"{name}.safetensors")
 
 
+@functools.cache
+def recipe(variant: str) -> dict[str, Any]:
+    """How the golden folder's checkpoint of a variant was made: seed, overrides, digest."""
+    recipes = json.loads((GOLDEN / "checkpoints.json").read_text()).values()
+    return next(made for made in recipes if made["variant"] == variant)
+
+
 def write_tiny(directory: Path, variant: str, *, dtype: str = "float32", **overrides) -> Path:
-    """Write a tiny checkpoint of the golden generator (seed 0) and return its directory."""
-    config, values = generator().build(variant, 0, dtype, **overrides)
+    """Write a tiny checkpoint of the golden generator and return its directory."""
+    made = recipe(variant)
+    changes = made["overrides"] | overrides
+    config, values = generator().build(variant, made["seed"], dtype, **changes)
+    if (dtype, changes) == (made["dtype"], made["overrides"]):
+        assert generator().digest(values) == made["sha256"], "the goldens are not of these weights"
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(values, directory / "model.safetensors")

@@ -9,7 +9,7 @@ from typing import Any
 from common.config.image_grid import ImageRules, image_grid
 from common.contract.messages import ImageRef
 from services.encoder.images import image_digest
-from tests.support.golden import NANO_EVAL
+from tests.support.golden import BUNDLED_EVAL
 from tests.support.nano import nano_tokenizer
 from tests.support.scenes import png
 
@@ -17,7 +17,7 @@ from tests.support.scenes import png
 @functools.cache
 def referenced() -> dict[str, dict[str, Any]]:
     """The cases whose prompt ids and greedy ids are on record, by id."""
-    cases = [json.loads(line) for line in NANO_EVAL.read_text().splitlines()]
+    cases = [json.loads(line) for line in BUNDLED_EVAL.read_text().splitlines()]
     return {case["id"]: case for case in cases if case.get("reference")}
 
 
