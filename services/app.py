@@ -19,6 +19,7 @@ from common.config.scaling import ScalingSettings
 from common.config.settings import Settings
 from router.app import RouterReplica
 from services.decode.app import Decode
+from services.decode.ranks import mesh_of
 from services.encoder.app import Encoder
 from services.prefill.app import Prefill
 
@@ -100,15 +101,31 @@ def compose(settings: Settings) -> Application:
 
 def _room(kind: type, replicas: int, settings: Settings) -> Deployment:
     on_gpu = settings.model.device.startswith("cuda")
+    resources = {"num_cpus": 0.5, "num_gpus": 1 if on_gpu else 0}
+    ranks = mesh_of(settings).world if kind is Decode else 1
     deployment: Deployment = serve.deployment(
         **_replicas(kind.__name__.lower(), replicas, settings.scaling),
-        ray_actor_options={"num_cpus": 0.5, "num_gpus": 1 if on_gpu else 0},
+        **_placement(ranks, resources),
+        ray_actor_options=resources,
         request_router_config=RequestRouterConfig(
             request_router_class=SEATING  # type: ignore[arg-type]  # its validator takes a path
         ),
         **_common(settings),
     )(kind)
     return deployment
+
+
+def _placement(ranks: int, resources: dict[str, float]) -> dict[str, Any]:
+    """A bundle for each rank of a replica, the leader's first; all on one node."""
+    if ranks == 1:
+        return {}
+    bundle = {"CPU": resources["num_cpus"]}
+    if resources["num_gpus"]:
+        bundle["GPU"] = resources["num_gpus"]
+    return {
+        "placement_group_bundles": [dict(bundle) for _ in range(ranks)],
+        "placement_group_strategy": "STRICT_PACK",
+    }
 
 
 def _replicas(stage: str, replicas: int, scaling: ScalingSettings) -> dict[str, Any]:

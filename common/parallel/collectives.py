@@ -73,17 +73,23 @@ SOLO = Solo()
 class Wired:
     """An axis over a process group of torch.distributed."""
 
-    def __init__(self, group: Any, index: int, size: int, ranks: str) -> None:
-        """`group` joins `size` ranks, this one being `index`; `ranks` names them in errors."""
+    def __init__(
+        self, group: Any, index: int, size: int, ranks: str, *, on_host: bool = True
+    ) -> None:
+        """`group` joins `size` ranks, this one being `index`; `ranks` names them in errors.
+
+        `on_host`: the group moves host memory; a device's tensors are copied there and back.
+        """
         self.size, self.index = size, index
-        self._group, self._ranks = group, ranks
+        self._group, self._ranks, self._on_host = group, ranks, on_host
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Axis`."""
-        out = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        own = self._staged(x)
+        out = [torch.empty_like(own) for _ in range(self.size)]
         with self._lost("all-gather"):
-            self._group.allgather([out], [x.contiguous()]).wait()
-        return out
+            self._group.allgather([out], [own]).wait()
+        return [part.to(x.device) for part in out]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Axis`."""
@@ -98,10 +104,14 @@ class Wired:
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Axis`."""
-        out = x.new_empty(sum(receive), *x.shape[1:])
+        own = self._staged(x)
+        out = own.new_empty(sum(receive), *x.shape[1:])
         with self._lost("all-to-all"):
-            self._group.alltoall_base(out, x.contiguous(), list(receive), list(send)).wait()
-        return out
+            self._group.alltoall_base(out, own, list(receive), list(send)).wait()
+        return out.to(x.device)
+
+    def _staged(self, x: Tensor) -> Tensor:
+        return (x.cpu() if self._on_host else x).contiguous()
 
     @contextmanager
     def _lost(self, what: str) -> Iterator[None]:
@@ -141,7 +151,7 @@ def open_axes(
         )
         group = _process_group(prefixed, index, len(ranks), backend, patience_s)
         named = f"{axis} group {ranks[0]}-{ranks[-1]}"
-        axes[axis] = Wired(group, index, len(ranks), named)
+        axes[axis] = Wired(group, index, len(ranks), named, on_host=backend == "gloo")
     return axes
 
 

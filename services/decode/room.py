@@ -39,11 +39,12 @@ class DecodeRoom(TextRoom):
         secret: str,
         replica: str = "",
         start: Start | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         """Load the model and register the pools; takes seconds.
 
-        Of several ranks this process is the leader; `start` starts the others, as processes of this
-        host when nothing else is given.
+        Of several ranks this process is the leader, which the others reach at `host`; `start`
+        starts them, as processes of this host when nothing else is given.
         """
         mesh, leading = mesh_of(settings), None
         self._local = LocalRanks(settings, secret)
@@ -55,6 +56,7 @@ class DecodeRoom(TextRoom):
                 slots=settings.decode.slots,
                 pages=settings.decode.pages,
                 start=start or self._local.start,
+                host=host,
             )
         super().__init__(
             "decode",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,47 +43,57 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def team(tmp_path_factory):
-    """Runs every layout once; a function from layout and request to logits, and to its load."""
-    root = tmp_path_factory.mktemp("team")
+def results_of(root: Path, layout: dict) -> list[dict[str, torch.Tensor]]:
+    """What the lanes of a layout computed."""
+    lanes = range(layout["mesh"]["data"])
+    return [load_file(root / f"{layout['name']}.{lane}.safetensors") for lane in lanes]
+
+
+def run_team(root: Path, layouts: list[dict], world: int, **more) -> dict:
+    """Run layouts on `world` processes; the logits one rank gives, by variant and request."""
     tiny = {
         variant: write_eight_headed(root / variant, variant)
-        for variant in ("k3", "linear", "k3-mxfp4")
+        for variant in {layout["variant"] for layout in layouts}
     }
     job = {
         "checkpoints": {variant: str(path) for variant, path in tiny.items()},
-        "layouts": LAYOUTS,
+        "layouts": layouts,
         "out": str(root),
         "store": str(root / "store"),
-        "world": 8,
+        "world": world,
+        **more,
     }
     (root / "job.json").write_text(json.dumps(job))
-    finish(start(root / "job.json", 8), within_s=150)
+    finish(start(root / "job.json", world), within_s=150)
     models = {variant: load(path) for variant, path in tiny.items()}
-    expected = {
+    return {
         (variant, n): alone(model, prompt_of(n), following(n))
         for variant, model in models.items()
         for n in PROMPTS
     }
 
-    def results(layout: dict) -> list[dict[str, torch.Tensor]]:
-        lanes = range(layout["mesh"]["data"])
-        return [load_file(root / f"{layout['name']}.{lane}.safetensors") for lane in lanes]
 
-    return expected, results
+def check(expected: dict, layout: dict, lanes: list[dict], atol: float) -> None:
+    """Every request's logits are near those of one rank."""
+    found = {int(n): rows for lane in lanes for n, rows in lane.items() if n != "load"}
+    assert found.keys() == PROMPTS.keys()
+    for number, logits in found.items():
+        one = expected[layout["variant"], number]
+        torch.testing.assert_close(logits, one, rtol=0, atol=atol)
+        assert torch.equal(logits.argmax(-1), one.argmax(-1))
+
+
+@pytest.fixture(scope="module")
+def team(tmp_path_factory):
+    """Runs every layout once; what one rank computes, and a function to the layouts' results."""
+    root = tmp_path_factory.mktemp("team")
+    return run_team(root, LAYOUTS, 8), partial(results_of, root)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout["name"])
 def test_logits_are_those_of_one_rank(team, layout) -> None:
     expected, results = team
-    lanes = results(layout)
-    found = {int(n): rows for lane in lanes for n, rows in lane.items() if n != "load"}
-    assert found.keys() == PROMPTS.keys()
-    for number, logits in found.items():
-        one = expected[layout["variant"], number]
-        torch.testing.assert_close(logits, one, rtol=0, atol=2e-4)
-        assert torch.equal(logits.argmax(-1), one.argmax(-1))
+    check(expected, layout, results(layout), 2e-4)
 
 
 @pytest.mark.parametrize("data", [2, 4, 8])
@@ -102,3 +114,19 @@ def test_load_counts_every_token_once_and_no_padding(team) -> None:
         assert load_of.sum(1).tolist() == [4 * tokens] * 8  # four experts a token, eight layers
         counts.append(load_of)
     assert torch.equal(counts[0], counts[1]) and torch.equal(counts[1], counts[2])
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_one_device_compute_what_one_rank_does(tmp_path) -> None:
+    layouts = [entry(mesh) for mesh in (Mesh(tensor=2, expert=2), Mesh(tensor=2, data=2, expert=4))]
+    expected = run_team(tmp_path, layouts, 4, device="cuda")
+    for layout in layouts:
+        check(expected, layout, results_of(tmp_path, layout), 2e-3)
+
+
+@pytest.mark.multigpu
+def test_two_devices_compute_what_one_rank_does_over_nccl(tmp_path) -> None:
+    layouts = [entry(mesh) for mesh in MESHES if mesh.world == 2]
+    expected = run_team(tmp_path, layouts, 2, backend="nccl")
+    for layout in layouts:
+        check(expected, layout, results_of(tmp_path, layout), 2e-3)

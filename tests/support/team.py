@@ -100,24 +100,31 @@ def serve(job: dict, layout: dict, rank: int, store) -> None:
     spec = load_spec(directory)
     placement = Placement(tuple(map(tuple, layout["shares"]))) if "shares" in layout else None
     prefixed = dist.PrefixStore(layout["name"], store)
-    axes = open_axes(mesh, rank, prefixed)
+    axes = open_axes(mesh, rank, prefixed, backend=job.get("backend", "gloo"))
+    device = job.get("device", "cpu")
+    if job.get("backend") == "nccl":
+        device = f"cuda:{rank}"
+        torch.cuda.set_device(rank)
     weights = load_text(
         directory,
         spec,
         dtype=torch.float32,
+        device=device,
         packed=layout.get("packed", False),
         shard=shard_of(mesh, rank, spec.text, placement),
     )
-    team = join(mesh, rank, axes, spec.text, placement=placement)
+    team = join(mesh, rank, axes, spec.text, placement=placement, device=device)
     model = TextModel(spec.text, weights, team=team)
     lane = lanes_of(mesh)[team.seat.lane]
     memory = allocate(
         narrowed(spec.text, mesh), slots=max(1, len(lane.numbers)), pages=max(1, lane.pages)
     )
-    logits = run(model, memory, lane)
+    moved = {name: getattr(memory, name).to(device) for name in ("state", "conv", "latent")}
+    logits = run(model, Memory(**moved), lane)
     if team.seat.tensor == 0:
         out = Path(job["out"]) / f"{layout['name']}.{team.seat.lane}.safetensors"
-        save_file(logits | {"load": team.load}, out)
+        found = logits | {"load": team.load}
+        save_file({name: value.cpu() for name, value in found.items()}, out)
 
 
 def main(job_file: str, rank: int) -> None:
