@@ -165,7 +165,8 @@ class DecodeSettings:
     slots: int = 32
     pages: int = 4096
     max_batch: int = 32  # most choices of one step
-    tensor: int = 1  # ranks of a replica that cut heads, vocabulary and widths
+    # Of a replica of several ranks (docs/ranks.md); slots and pages are then a lane's.
+    tensor: int = 1  # ranks of a lane that cut heads, vocabulary and widths
     data: int = 1  # lanes of such ranks, each with requests of its own
     expert: int = 1  # shares of whole experts; tensor x data spreads them over all ranks
 

@@ -23,6 +23,7 @@ class Share:
     want_logits: bool = True  # of the last token
     embeds: Tensor | None = None  # [k, hidden] rows that replace token embeddings
     embed_at: tuple[int, ...] = ()  # k indices into token_ids, ascending
+    lane: int = 0  # of a group of ranks: whose slot and pages these are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,9 +41,15 @@ class GroupModel(TextModel):
         self._seat = team.seat
 
     def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
-        """A pass of the first lane alone; the others are idle."""
-        lanes = [batch.shares, *[()] * (self._mesh.data - 1)]
-        return self.together(batch.kind, lanes, memory)[0]
+        """A pass of shares of any lanes; logits in the order of the shares."""
+        numbers = range(self._mesh.data)
+        lanes = [[share for share in batch.shares if share.lane == lane] for lane in numbers]
+        found = self.together(batch.kind, lanes, memory)
+        if self._mesh.data == 1:
+            return found[0]
+        rows = [iter(logits) for logits in found]
+        wanted = [next(rows[share.lane]) for share in batch.shares if share.want_logits]
+        return torch.stack(wanted) if wanted else found[0]
 
     def together(self, kind: str, lanes: Sequence[Sequence[Share]], memory: Memory) -> list[Tensor]:
         """One pass of all lanes, started by the leader.

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from common.config.settings import Settings
@@ -93,7 +94,11 @@ class Leading:
         for rank in range(1, mesh.world):
             start(rank, host, self._leader.port)
         store = self._leader.gather()
-        self.memory = part.memory(self._mirror)
+        self.memory = part.memory(partial(self._mirror, 0))
+        for lane in range(1, mesh.data):
+            books = part.memory(partial(self._mirror, lane), lane)
+            books.lanes = self.memory.lanes
+            self.memory.lanes.append(books)
         self.loaded = part.loaded(part.meet(store, self._leader.send))
 
     def pull(
@@ -145,10 +150,14 @@ class Leading:
         for rank, number in numbers:
             self._tell(rank, Abandon(number=number))
 
-    def measure(self, make: Callable[[int], Measure]) -> list[Future[Signature]]:
-        """Let every other rank of the lane digest its memory; `make(number)` is the order."""
+    def ranks(self, lane: int) -> range:
+        """The ranks of a lane, the leader among those of the first."""
+        return range(lane * self.mesh.tensor, (lane + 1) * self.mesh.tensor)
+
+    def measure(self, lane: int, make: Callable[[int], Measure]) -> list[Future[Signature]]:
+        """Let a lane's other ranks digest their memory; `make(number)` is the order."""
         futures = []
-        for rank in range(1, self.mesh.tensor):
+        for rank in filter(None, self.ranks(lane)):
             number = next(self._numbers)
             futures.append(self._ask(rank, number, None).future)
             self._tell(rank, make(number))
@@ -158,8 +167,9 @@ class Leading:
         """End the group."""
         self._leader.close()
 
-    def _mirror(self, what: str, first: int, second: int) -> None:
-        self._leader.send(Mirrored(what=what, first=first, second=second))
+    def _mirror(self, lane: int, what: str, first: int, second: int) -> None:
+        for rank in filter(None, self.ranks(lane)):
+            self._leader.tell(rank, Mirrored(what=what, first=first, second=second))
 
     def _ask(self, rank: int, number: int, on_free: Callable[[], None] | None) -> _Asked:
         asked = _Asked(on_free=on_free)

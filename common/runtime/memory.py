@@ -30,6 +30,7 @@ class TextMemory:
         device: torch.device | str,
         first_head: int = 0,
         mirror: Mirror | None = None,
+        lane: int = 0,
     ) -> None:
         """Allocate both pools.
 
@@ -41,7 +42,10 @@ class TextMemory:
             device: of both.
             first_head: of the whole model, that this rank's heads start at.
             mirror: called before a copy inside the pools, so that other ranks make it too.
+            lane: of a group, whose memory this is; on the meta device it only keeps the books of
+                memory that other ranks have.
         """
+        self.lane, self.lanes = lane, [self]  # all lanes of the replica; a leader adds the others
         self._mirror, self._kept = mirror, dict[tuple[int, int], torch.Tensor]()
         self.states = StatePool(spec, slots, dtype=dtype, device=device, first_head=first_head)
         self.latents = LatentPool(spec, pages, dtype=dtype, device=device)

@@ -58,17 +58,18 @@ class Part:
             self.facts.layout_print, slots=self.slots, pages=self.pages, mesh=self.mesh
         )
 
-    def memory(self, mirror: Mirror | None = None) -> TextMemory:
-        """Allocate this rank's pools."""
+    def memory(self, mirror: Mirror | None = None, lane: int | None = None) -> TextMemory:
+        """Allocate this rank's pools; with `lane`, only the books of another lane's."""
         spec = narrowed(self.facts.spec.text, self.mesh)
         return TextMemory(
             spec,
             slots=self.slots,
             pages=self.pages,
             dtype=self.facts.dtype,
-            device=self.facts.device,
+            device=self.facts.device if lane is None else "meta",
             first_head=self.mesh.seat(self.rank).tensor * spec.kda.num_heads,
             mirror=mirror,
+            lane=lane or 0,
         )
 
     def meet(self, store: Store, send: Callable[[Order], None] | None = None) -> GroupModel:

@@ -39,7 +39,7 @@ from common.runtime.loop import EngineLoop, promise
 from common.runtime.memory import TextMemory
 from common.sampling.sampler import sample
 from services.decode.frames import Frames, Push
-from services.decode.held import Choice, Held, give_back, reserve, row_of, share_of
+from services.decode.held import Choice, Held, give_back, reserve_in_a_lane, row_of, share_of
 from services.decode.intake import Intake, Times
 from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
@@ -128,7 +128,7 @@ class DecodeEngine:
 
     def _reserve(self, message: Reserve, caller: str) -> Reservation:
         try:
-            held = reserve(message, caller, self._memory, self._lease_s)
+            held = reserve_in_a_lane(message, caller, self._memory.lanes, self._lease_s)
         except ServingError:
             self._tally.add("baton_reservations_refused_total")
             raise
@@ -182,7 +182,7 @@ class DecodeEngine:
     def _writer_ended(self, held: Held) -> None:
         held.writers -= 1
         if held.stage == "ended" and not held.writers:
-            give_back(held, self._memory)
+            give_back(held)
 
     def _refuse(self, held: Held, job: DecodeJob, error: ServingError) -> None:
         refused = isinstance(error, HandoffRefused)
@@ -204,12 +204,12 @@ class DecodeEngine:
             held.accepted.set_exception(Cancelled(f"request {job.request} was cancelled"))
             return
         if held.canary_slot >= 0:
-            difference = canary_difference(held, job, self._model, self._memory)
+            difference = canary_difference(held, job, self._model, held.memory)
             if not difference <= self._canary_bound:
                 text = f"logits differ by {difference:.3g}, the bound is {self._canary_bound:g}"
                 self._refuse(held, job, HandoffRefused("canary", text))
                 return
-        held.choices = join(held, job, self._memory)
+        held.choices = join(held, job, held.memory)
         self._release(job.producer, job.ticket.offer.nonce, "released")
         held.stage = "running"
         running = [choice for choice in held.choices if not choice.finish]
@@ -239,7 +239,7 @@ class DecodeEngine:
             self._memory.tensors,
         )
         for held, choice in batch:
-            self._memory.states.advance(choice.slot, held.id, 1)
+            held.memory.states.advance(choice.slot, held.id, 1)
             choice.fed += 1
             choice.last_step = self._steps
         sampling = [(held, choice) for held, choice in batch if choice.fed == len(choice.tokens)]
@@ -292,7 +292,7 @@ class DecodeEngine:
             return
         held.stage = "ended"
         if not held.writers:
-            give_back(held, self._memory)
+            give_back(held)
 
     def _end_all(self, wanted: Callable[[Held], bool], why: str) -> None:
         for held in [held for held in self._helds.values() if wanted(held)]:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.cache.mla_pool import pages_of
@@ -44,6 +46,7 @@ class Held:
 
     reserve: Reserve
     caller: str
+    memory: TextMemory  # whose slots and pages these are
     slots: tuple[int, ...]  # one a choice, then the canary's
     shared_pages: tuple[int, ...]
     own_pages: tuple[tuple[int, ...], ...]
@@ -99,6 +102,7 @@ def reserve(message: Reserve, caller: str, memory: TextMemory, lease_s: float) -
     return Held(
         reserve=message,
         caller=caller,
+        memory=memory,
         slots=memory.slots.take(slots),
         shared_pages=taken[:shared],
         own_pages=tuple(
@@ -109,8 +113,20 @@ def reserve(message: Reserve, caller: str, memory: TextMemory, lease_s: float) -
     )
 
 
-def give_back(held: Held, memory: TextMemory) -> None:
+def reserve_in_a_lane(
+    message: Reserve, caller: str, lanes: Sequence[TextMemory], lease_s: float
+) -> Held:
+    """The same in the lane with the most free slots where it fits; errors as of `reserve`."""
+    *others, last = sorted(lanes, key=lambda memory: -memory.slots.free)
+    for memory in others:
+        with suppress(CapacityError):
+            return reserve(message, caller, memory, lease_s)
+    return reserve(message, caller, last, lease_s)
+
+
+def give_back(held: Held) -> None:
     """Return everything; only when nobody may write there any more."""
+    memory = held.memory
     assert not held.writers, "memory of a READ in progress must not be given back"
     memory.slots.give(held.slots)
     memory.pages.give(held.shared_pages)
@@ -126,6 +142,7 @@ def share_of(held: Held, choice: Choice) -> Share:
         start=held.reserve.prompt_tokens + choice.fed,
         token_ids=(choice.tokens[choice.fed],),
         want_logits=choice.fed + 1 == len(choice.tokens),
+        lane=held.memory.lane,
     )
 
 

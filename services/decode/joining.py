@@ -75,9 +75,14 @@ def canary_difference(held: Held, job: DecodeJob, model: TextModel, memory: Text
     memory.states.begin(held.canary_slot, held.id, tokens=total - 1, zero=False)
     memory.keep_row(last_page, row)  # the step writes it again
     share = Share(
-        slot=held.canary_slot, pages=pages, start=total - 1, token_ids=(job.token_ids[-1],)
+        slot=held.canary_slot,
+        pages=pages,
+        start=total - 1,
+        token_ids=(job.token_ids[-1],),
+        lane=memory.lane,
     )
-    logits = model.forward(StepBatch(kind="steps", shares=(share,)), memory.tensors)[0]
+    own = memory.lanes[0].tensors  # the process's; the share says whose it means
+    logits = model.forward(StepBatch(kind="steps", shares=(share,)), own)[0]
     memory.restore_row(last_page, row)
     top = job.ticket.seal.canary_top
     if not top:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from common.config.loading import as_tables
 from common.config.settings import Settings
 from common.contract.messages import DecodeJob
-from common.errors import ConfigError, ServingError
+from common.errors import ServingError
 from common.grammar.shelf import GrammarShelf
 from common.parallel.mesh import Mesh
 from common.runtime.identity import Identity
@@ -81,10 +81,12 @@ class GroupIntake(Intake):
         def is_over() -> bool:
             return held.stage != "fetching"
 
-        others = {rank: own for rank, own in enumerate(pairs) if rank}
+        ranks = dict(zip(self._leading.ranks(held.memory.lane), pairs, strict=True))
+        others = {rank: own for rank, own in ranks.items() if rank}
         reads = self._leading.pull(job.producer, others, deadline_s, read_ended)
         try:
-            self._receiver.fetch(job.producer, pairs[0], deadline_s, is_over, read_ended)
+            if 0 in ranks:
+                self._receiver.fetch(job.producer, pairs[0], deadline_s, is_over, read_ended)
         except ServingError:
             self._leading.abandon(set(reads))
             raise
@@ -110,26 +112,20 @@ class GroupIntake(Intake):
                 tokens=held.reserve.prompt_tokens,
             )
 
-        asked = self._leading.measure(order)
-        own = measure(self._memory, order(0))
+        asked = self._leading.measure(held.memory.lane, order)
+        own = [] if held.memory.lane else [measure(self._memory, order(0))]
         others = self._leading.await_all(asked, self._deadline_s, lambda: held.stage != "fetching")
-        self._receiver.verify(job.ticket.seal.digests, lambda: whole([own, *others]))
+        self._receiver.verify(job.ticket.seal.digests, lambda: whole([*own, *others]))
 
 
 def mesh_of(settings: Settings) -> Mesh:
     """The mesh that the settings name.
 
     Raises:
-        ConfigError: it is none, or has several lanes, which the room cannot fill yet.
+        ConfigError: it is none.
     """
     decode = settings.decode
-    mesh = Mesh(tensor=decode.tensor, data=decode.data, expert=decode.expert)
-    if mesh.data > 1:
-        raise ConfigError(
-            f"decode.data is {mesh.data}; a decode replica has one lane in this version: set "
-            "data = 1, and raise replicas or tensor"
-        )
-    return mesh
+    return Mesh(tensor=decode.tensor, data=decode.data, expert=decode.expert)
 
 
 class LocalRanks:

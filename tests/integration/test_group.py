@@ -33,7 +33,15 @@ async def answers(line) -> list:
     return list(await asyncio.gather(*map(line.run, tasks)))
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2, "expert": 2}, {"tensor": 4}], ids=str)
+AXES = [
+    {"tensor": 2, "expert": 2},
+    {"data": 2, "expert": 2},
+    pytest.param({"tensor": 4}, marks=pytest.mark.slow),
+    pytest.param({"tensor": 2, "data": 2, "expert": 4}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("axes", AXES, ids=str)
 async def test_a_group_of_ranks_gives_the_answers_of_one(axes) -> None:
     async with in_process(SETTINGS) as line:
         alone = await answers(line)
@@ -41,7 +49,8 @@ async def test_a_group_of_ranks_gives_the_answers_of_one(axes) -> None:
         group = await answers(line)
         await line.nothing_left()
         ranks = line.decodes[0]._local.processes
-        assert len(ranks) == axes["tensor"] - 1 and all(r.poll() is None for r in ranks)
+        assert len(ranks) == axes.get("tensor", 1) * axes.get("data", 1) - 1
+        assert all(rank.poll() is None for rank in ranks)
     assert all(rank.poll() is not None for rank in ranks)
     for one, many in zip(alone, group, strict=True):
         assert [one.ids(c) for c in range(len(one.tokens))] == [
@@ -87,7 +96,6 @@ async def test_an_idle_group_notices_a_lost_rank_and_takes_the_others_along() ->
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read() -> None:
     for axes, sentence in (
         ({"tensor": 3}, "4 KDA heads cannot be cut over 3"),
-        ({"data": 2, "expert": 2}, "decode.data is 2"),
         ({"tensor": 2, "expert": 3}, "cannot be shared 3 ways"),
         ({"tensor": 2, "slots": 1 << 24}, "its device has"),
     ):
