@@ -21,6 +21,7 @@ from common.errors import (
     CapacityError,
     DeadlineExceeded,
     ImageRejected,
+    InvalidRequest,
     PoisonedState,
     RoomLost,
     ServingError,
@@ -116,6 +117,16 @@ class EncoderEngine:
     def _enqueue(self, wanted: Wanted, prepared: dict[bytes, Prepared]) -> None:
         if len(self._waiting) >= self._settings.queue_limit:
             wanted.future.set_exception(CapacityError("too many requests wait for the encoder"))
+            return
+        rows = self._cache.arena.rows.shape[0]
+        tokens = sum(image.tokens for image in {i.digest: i for i in wanted.job.images}.values())
+        if tokens > rows:
+            wanted.future.set_exception(
+                InvalidRequest(
+                    f"the images have {tokens} tokens, an encoder replica keeps {rows}; send fewer "
+                    "or smaller ones, or raise encoder.arena_rows"
+                )
+            )
             return
         missing = []
         for at, image in enumerate(wanted.job.images):

@@ -123,6 +123,13 @@ class PrefillEngine:
             raise InvalidRequest("the prompt is empty")
         if pages_of(work.total) > pages:
             raise InvalidRequest(f"a prompt of {work.total} tokens needs more than {pages} pages")
+        rows = sum(part.tokens for part in job.embeds.parts) if job.embeds else 0
+        if rows > self._settings.landing_rows:
+            raise InvalidRequest(
+                f"the images have {rows} tokens, a prefill replica takes "
+                f"{self._settings.landing_rows} at once; send fewer or smaller ones, or raise "
+                "prefill.landing_rows"
+            )
         if (
             sum(w.stage in ("compiling", "queued") for w in self._works)
             >= self._settings.queue_limit
