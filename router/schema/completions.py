@@ -26,6 +26,7 @@ from router.schema.sampling import (
 
 DEFAULT_MAX_TOKENS = 16  # of this endpoint, as its clients expect
 MAX_PROMPTS = 128
+FORMS = ("response_format", "structured_outputs", "tools", "tool_choice")  # of a chat's answer
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -64,6 +65,11 @@ def parse_completion(body: bytes, limits: RequestLimits) -> CompletionRequest:
     check_refused(raw)
     asked = convert_object(raw, CompletionBody)
     check_model(asked.model, limits)
+    for name in FORMS:
+        if raw.get(name):
+            raise InvalidRequest(
+                f"`{name}` is not supported here: ask /v1/chat/completions", param=name
+            )
     if asked.suffix:
         raise InvalidRequest("`suffix` is not supported: text is only continued", param="suffix")
     if asked.echo and asked.logprobs is not None:
