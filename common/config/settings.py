@@ -119,7 +119,7 @@ class RouterSettings:
 class GrammarSettings:
     """The [grammar] table: answers in a given form. Compiled in a process of the router's."""
 
-    source_bytes: int = 256 << 10  # of a schema, expression or grammar, written out
+    source_bytes: int = 1 << 20  # of the grammar of a whole reply, tools included
     compile_s: float = 2.0
     memory_bytes: int = 1 << 30  # of the compiling process, beyond what the vocabulary takes
     cache_bytes: int = 64 << 20  # of compiled grammars, in every room and router

@@ -219,6 +219,15 @@ async def test_a_process_that_dies_refuses_its_own_form_only(judge):
     await judge.check(of(plain('"b"').source))
 
 
+async def test_a_form_that_needs_too_much_memory_is_refused():
+    judge = Grammars(NANO, GrammarSettings(memory_bytes=1))
+    large = [f"{number:06}" for number in range(30_000)]
+    wanted = form(structured_outputs={"choice": large}, reasoning_effort="none")
+    with pytest.raises(InvalidRequest, match="more memory"):
+        await judge.check(wanted)
+    await judge.close()
+
+
 def test_a_grammar_that_branches_without_end_is_lost_soon():
     rules = 'root ::= "a" root root | "b" root | [a-z] root [a-z] | root root | ""'
     wanted = form(structured_outputs={"grammar": rules}, reasoning_effort="none").grammar
