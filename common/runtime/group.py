@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 PING_S = 1.0
 SILENT_S = 5.0  # a rank that has not answered for so long is lost
-JOIN_S = 300.0  # loading a rank's weights takes long
+JOIN_S = 1800.0  # loading a rank's weights takes long
 _LENGTH = struct.Struct("<I")
 
 
@@ -111,23 +111,33 @@ class Leader:
         self.on_lost: Callable[[str], None] | None = None
         self.on_order: Callable[[int, Order], None] | None = None
 
-    def gather(self, within_s: float = JOIN_S) -> Store:
+    def gather(self, within_s: float = JOIN_S, ended: Callable[[], Sequence[int]] = tuple) -> Store:
         """Wait for all ranks and let them in; returns the store for their collectives.
+
+        Args:
+            within_s: how long.
+            ended: ranks whose processes are known to have ended, asked every second.
 
         Raises:
             ConfigError: a rank is of another version, model or layout.
-            RoomLost: a rank did not come in time.
+            RoomLost: a rank ended, or did not come in time.
         """
         until = time.monotonic() + within_s
         while len(self._channels) < self._world - 1:
             missing = [rank for rank in range(1, self._world) if rank not in self._channels]
-            self._listener.settimeout(max(0.01, until - time.monotonic()))
+            self._listener.settimeout(PING_S)
             try:
                 sock, _ = self._listener.accept()
             except TimeoutError:
-                raise RoomLost(
-                    f"ranks {missing} did not join within {within_s:g} s; see their logs"
-                ) from None
+                if lost := [rank for rank in missing if rank in ended()]:
+                    raise RoomLost(
+                        f"ranks {lost} ended before they joined; see their logs"
+                    ) from None
+                if time.monotonic() > until:
+                    raise RoomLost(
+                        f"ranks {missing} did not join within {within_s:g} s; see their logs"
+                    ) from None
+                continue
             self._let_in(Channel(sock))
         store = dist.TCPStore(  # type: ignore[attr-defined]
             self._host, 0, None, True, timedelta(seconds=within_s), wait_for_workers=False
@@ -253,6 +263,8 @@ def enter(host: str, port: int, join: Join, within_s: float = JOIN_S) -> tuple[C
     channel.patience(within_s)
     answer = channel.receive()
     channel.patience(None)
+    if not isinstance(answer, Welcome):
+        channel.close()
     if isinstance(answer, Turned):
         raise ConfigError(answer.reason)
     if not isinstance(answer, Welcome):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from common.config.settings import Settings
 from common.contract.messages import Endpoint
@@ -27,7 +27,7 @@ from common.errors import (
 )
 from common.ops.digest import Signature
 from common.parallel.mesh import Mesh
-from common.runtime.group import Leader, joining
+from common.runtime.group import Leader
 from common.runtime.orders import (
     Abandon,
     Ended,
@@ -38,15 +38,24 @@ from common.runtime.orders import (
     Order,
     Pull,
 )
-from common.runtime.part import read_part
+from common.runtime.part import first_word, read_part
 from common.transfer.link import Pair
 
-Start = Callable[[int, str, int], None]  # rank, leader's host and port: start a rank's process
 POLL_S = 0.02  # how soon a wait for ranks notices a cancel
 GRACE_S = 2.0  # beyond a READ's own deadline, for its word to arrive
 ERRORS: dict[str, type[ServingError]] = {
     kind.code: kind for kind in (TransferError, DeadlineExceeded, Cancelled, RoomLost)
 }
+
+
+class Starter(Protocol):
+    """Starts the processes of a group's ranks."""
+
+    def start(self, rank: int, host: str, port: int) -> None:
+        """Start one, which will join its leader at `host:port`."""
+
+    def ended(self) -> Sequence[int]:
+        """Ranks whose processes have ended."""
 
 
 @dataclass(slots=True)
@@ -66,7 +75,7 @@ class Leading:
         secret: str,
         slots: int,
         pages: int,
-        start: Start,
+        starter: Starter,
         host: str = "127.0.0.1",
     ) -> None:
         """Start the ranks, load the leader's own part meanwhile, and meet.
@@ -80,26 +89,23 @@ class Leading:
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._lock = threading.Lock()
         self.on_lost: Callable[[str], None] | None = None
-        secret_of_group = secret
-        part = read_part(settings, mesh, 0, slots=slots, pages=pages)
-        own = joining(
-            secret=secret_of_group,
-            rank=0,
-            world=mesh.world,
-            model_print=part.facts.model_print,
-            layout_print=part.layout_print,
-        )
+        own = first_word(settings, mesh, 0, secret=secret, slots=slots, pages=pages)
         self._leader = Leader(mesh.world, own, host)
         self._leader.on_order, self._leader.on_lost = self._answered, self._lost
-        for rank in range(1, mesh.world):
-            start(rank, host, self._leader.port)
-        store = self._leader.gather()
-        self.memory = part.memory(partial(self._mirror, 0))
-        for lane in range(1, mesh.data):
-            books = part.memory(partial(self._mirror, lane), lane)
-            books.lanes = self.memory.lanes
-            self.memory.lanes.append(books)
-        self.loaded = part.loaded(part.meet(store, self._leader.send))
+        try:
+            for rank in range(1, mesh.world):
+                starter.start(rank, host, self._leader.port)
+            part = read_part(settings, mesh, 0, slots=slots, pages=pages)  # while they read theirs
+            store = self._leader.gather(ended=starter.ended)
+            self.memory = part.memory(partial(self._mirror, 0))
+            for lane in range(1, mesh.data):
+                books = part.memory(partial(self._mirror, lane), lane)
+                books.lanes = self.memory.lanes
+                self.memory.lanes.append(books)
+            self.loaded = part.loaded(part.meet(store, self._leader.send))
+        except Exception:
+            self._leader.close()  # and with it every rank that has come
+            raise
 
     def pull(
         self,

@@ -24,10 +24,11 @@ from common.ops.table import Ops
 from common.parallel.collectives import open_axes
 from common.parallel.mesh import Mesh, narrowed
 from common.parallel.team import join
+from common.runtime.group import joining
 from common.runtime.grouped import GroupModel
 from common.runtime.loaded import Facts, Loaded, load_facts
 from common.runtime.memory import Mirror, TextMemory
-from common.runtime.orders import Order, layout_of
+from common.runtime.orders import Join, Order, layout_of
 from common.weights import load_text as load_weights
 from common.weights.shares import shard_of
 from common.weights.tree import TextWeights
@@ -50,13 +51,6 @@ class Part:
     pages: int
     ops: Ops
     weights: TextWeights
-
-    @property
-    def layout_print(self) -> str:
-        """What all ranks of the group must agree on beside the model."""
-        return layout_of(
-            self.facts.layout_print, slots=self.slots, pages=self.pages, mesh=self.mesh
-        )
 
     def memory(self, mirror: Mirror | None = None, lane: int | None = None) -> TextMemory:
         """Allocate this rank's pools; with `lane`, only the books of another lane's."""
@@ -98,8 +92,10 @@ class Part:
 FIELDS = dataclasses.fields(Facts)
 
 
-def read_part(settings: Settings, mesh: Mesh, rank: int, *, slots: int, pages: int) -> Part:
-    """Read one rank's weights.
+def first_word(
+    settings: Settings, mesh: Mesh, rank: int, *, secret: str, slots: int, pages: int
+) -> Join:
+    """How a rank will introduce itself; its memory is planned and judged before it is taken.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the rank's memory does not suffice.
@@ -109,6 +105,18 @@ def read_part(settings: Settings, mesh: Mesh, rank: int, *, slots: int, pages: i
     wanted = planned_memory(facts, settings.model.dtype, mesh, slots=slots, pages=pages)
     logger.info("memory of rank %d:\n%s", rank, "\n".join(wanted.lines()))
     wanted.check()
+    return joining(
+        secret=secret,
+        rank=rank,
+        world=mesh.world,
+        model_print=facts.model_print,
+        layout_print=layout_of(facts.layout_print, slots=slots, pages=pages, mesh=mesh),
+    )
+
+
+def read_part(settings: Settings, mesh: Mesh, rank: int, *, slots: int, pages: int) -> Part:
+    """Read one rank's weights."""
+    facts = load_facts(settings)
     ops, _ = choose(
         settings.model.ops,
         facts.spec.text,

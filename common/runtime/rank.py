@@ -20,7 +20,7 @@ from common.config.settings import Settings
 from common.errors import RoomLost, ServingError
 from common.ops.digest import Signature
 from common.parallel.mesh import Mesh
-from common.runtime.group import Channel, enter, joining
+from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
 from common.runtime.memory import TextMemory
 from common.runtime.orders import (
@@ -37,7 +37,7 @@ from common.runtime.orders import (
     Pong,
     Pull,
 )
-from common.runtime.part import read_part
+from common.runtime.part import first_word, read_part
 from common.transfer.nixl import NixlLink
 from common.transfer.receiver import Receiver
 
@@ -145,14 +145,8 @@ def run_rank(
     pages: int,
 ) -> None:
     """Load, join, obey; ends the process when the group ends."""
+    join = first_word(settings, mesh, rank, secret=secret, slots=slots, pages=pages)
     part = read_part(settings, mesh, rank, slots=slots, pages=pages)
-    join = joining(
-        secret=secret,
-        rank=rank,
-        world=mesh.world,
-        model_print=part.facts.model_print,
-        layout_print=part.layout_print,
-    )
     channel, store = enter(*leader, join)
     try:
         memory = part.memory()

@@ -28,9 +28,7 @@ class Decode(RoomReplica):
         host = settings.server.room_host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         ranks = Ranks(tables, secret)
         super().__init__(
-            lambda: DecodeRoom(
-                settings, secret=secret, replica=replica, start=ranks.start, host=host
-            ),
+            lambda: DecodeRoom(settings, secret=secret, replica=replica, starter=ranks, host=host),
             host,
             settings.server.drain_s,
             settings.scaling.window_s,
@@ -43,7 +41,7 @@ class Ranks:
     def __init__(self, tables: dict[str, Any], secret: str) -> None:
         """Remember what to start them with."""
         self._tables, self._secret = tables, secret
-        self._actors: list[Any] = []
+        self._actors: list[tuple[Any, Any]] = []
 
     def start(self, rank: int, host: str, port: int) -> None:
         """Start one in its bundle of the replica's placement group."""
@@ -61,8 +59,15 @@ class Ranks:
             )
             .remote()
         )
-        actor.serve.remote(self._tables, rank, host, port, self._secret)
-        self._actors.append(actor)
+        lives = actor.serve.remote(self._tables, rank, host, port, self._secret)
+        self._actors.append((actor, lives))
+
+    def ended(self) -> list[int]:
+        """See `Starter`."""
+        over, _ = ray.wait(
+            [lives for _, lives in self._actors], num_returns=len(self._actors), timeout=0
+        )
+        return [rank for rank, (_, lives) in enumerate(self._actors, 1) if lives in over]
 
 
 class _Rank:

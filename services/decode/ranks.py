@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from common.config.loading import as_tables
 from common.config.settings import Settings
@@ -145,9 +146,14 @@ class LocalRanks:
             stdin=subprocess.PIPE,
         )
         assert process.stdin is not None
-        process.stdin.write(self._tables)
-        process.stdin.close()
+        with suppress(BrokenPipeError):  # it ended already; `ended` will tell
+            process.stdin.write(self._tables)
+            process.stdin.close()
         self.processes.append(process)
+
+    def ended(self) -> list[int]:
+        """See `Starter`."""
+        return [rank for rank, one in enumerate(self.processes, 1) if one.poll() is not None]
 
     def close(self, within_s: float = 10.0) -> None:
         """Wait until all have ended; the leader has hung up."""

@@ -22,7 +22,7 @@ from common.contract.messages import (
     TokenFrame,
 )
 from common.errors import CapacityError
-from common.runtime.leading import Leading, Start
+from common.runtime.leading import Leading, Starter
 from common.runtime.text_room import TextRoom
 from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
@@ -38,12 +38,12 @@ class DecodeRoom(TextRoom):
         *,
         secret: str,
         replica: str = "",
-        start: Start | None = None,
+        starter: Starter | None = None,
         host: str = "127.0.0.1",
     ) -> None:
         """Load the model and register the pools; takes seconds.
 
-        Of several ranks this process is the leader, which the others reach at `host`; `start`
+        Of several ranks this process is the leader, which the others reach at `host`; `starter`
         starts them, as processes of this host when nothing else is given.
         """
         mesh, leading = mesh_of(settings), None
@@ -55,7 +55,7 @@ class DecodeRoom(TextRoom):
                 secret=secret,
                 slots=settings.decode.slots,
                 pages=settings.decode.pages,
-                start=start or self._local.start,
+                starter=starter or self._local,
                 host=host,
             )
         super().__init__(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 
+import psutil
 import pytest
 
 from common.config.loading import parse_settings
 from common.contract.messages import Ping
-from common.errors import ConfigError
+from common.errors import ConfigError, RoomLost
+from common.runtime.group import Leader, enter, joining
 from router.journey import Journey
 from services.decode.room import DecodeRoom
-from tests.support.processes import SECRET
+from tests.support.processes import SECRET, eventually, rooms, write_settings
 from tests.support.relay import changed, in_process
 
 SMALL = {"slots": 8, "pages": 64}
@@ -91,6 +94,41 @@ async def test_an_idle_group_notices_a_lost_rank_and_takes_the_others_along() ->
                 await asyncio.sleep(0.02)
         assert time.monotonic() - since < 5
         assert (await room.load(Ping(), "test")).suspended
+
+
+def test_a_leader_that_is_killed_takes_its_ranks_along(tmp_path) -> None:
+    path = write_settings(
+        tmp_path / "s.toml", {"server": {"port": 0, "admin_port": 0}, "decode": {"tensor": 2}}
+    )
+    with rooms(path, prefill=0, decode=1) as (leader,):
+        (rank,) = psutil.Process(leader.popen.pid).children()
+        leader.popen.kill()
+        eventually(lambda: not rank.is_running() or rank.status() == "zombie", within_s=5)
+
+
+def test_a_rank_that_cannot_start_is_told_and_not_waited_for(monkeypatch) -> None:
+    monkeypatch.setattr("services.decode.ranks.sys.executable", "/bin/false")
+    with pytest.raises(RoomLost, match=r"ranks \[1\] ended before they joined"):
+        DecodeRoom(of_ranks(tensor=2), secret=SECRET)
+
+
+def test_a_rank_of_other_settings_is_turned_away() -> None:
+    own = joining(secret="s", rank=0, world=2, model_print="m", layout_print="l")
+    leader = Leader(2, own)
+    said: list[str] = []
+
+    def come() -> None:
+        other = joining(secret="s", rank=1, world=2, model_print="m", layout_print="other")
+        with pytest.raises(ConfigError) as turned:
+            enter("127.0.0.1", leader.port, other, within_s=10)
+        said.append(str(turned.value))
+
+    rank = threading.Thread(target=come)
+    rank.start()
+    with pytest.raises(ConfigError, match="rank 1 has layout print other and the leader l"):
+        leader.gather(within_s=10)
+    rank.join()
+    assert said and "start all ranks from the same" in said[0]
 
 
 def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read() -> None:
