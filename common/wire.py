@@ -84,7 +84,9 @@ class Wire:
         self._waiting[number] = future
         try:
             self._send(number, _CALL, message)
-            reply = await asyncio.wait_for(future, timeout_s)
+            # Not `wait_for`: before Python 3.12 it takes a cancel that meets the end for no cancel.
+            async with asyncio.timeout(timeout_s):
+                reply = await future
         except TimeoutError:
             name = type(message).__name__
             raise RoomLost(f"no reply to {name} within {timeout_s:g} s") from None
@@ -168,7 +170,8 @@ async def dial(
         ConfigError: the peer speaks another version or has another secret.
     """
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), HELLO_S)
+        async with asyncio.timeout(HELLO_S):
+            reader, writer = await asyncio.open_connection(host, port)
     except (OSError, TimeoutError) as error:
         raise RoomLost(f"cannot reach the replica at {host}:{port}: {error}") from error
     wire = Wire(reader, writer, listener=listener)

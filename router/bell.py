@@ -25,6 +25,7 @@ class Bell:
         self._waiting.add(future)
         try:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(future, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await future
         finally:
             self._waiting.discard(future)

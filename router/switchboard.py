@@ -132,17 +132,15 @@ class Switchboard:
         finally:
             self._replicas.pop(seat.key, None)
             wire.close()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            await asyncio.wait({watch})  # it ends with the wire
             self._bell.ring()
 
     async def _beat(self, replica: Replica) -> None:
         while not replica.wire.closed.is_set():
             self._bell.ring()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    replica.wire.closed.wait(), timeout=self._settings.heartbeat_s
-                )
+                async with asyncio.timeout(self._settings.heartbeat_s):
+                    await replica.wire.closed.wait()
                 break
             await replica.ping(self._settings.silent_s)
 

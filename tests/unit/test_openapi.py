@@ -11,7 +11,7 @@ import pytest
 
 from router.openapi import openapi
 from tests.unit import test_message_routes, test_response_routes
-from tests.unit.test_routes import site
+from tests.unit.test_message_routes import site
 
 DOC = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 EXAMPLES = re.findall(r"```json (POST|GET) (\S+)\n(.*?)```", DOC, re.DOTALL)

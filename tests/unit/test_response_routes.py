@@ -10,8 +10,7 @@ from PIL import Image
 
 from common.contract import messages as m
 from common.errors import CapacityError, PoisonedState
-from tests.unit.test_message_routes import CALL, SAID, THOUGHT
-from tests.unit.test_routes import site
+from tests.unit.test_message_routes import CALL, SAID, THOUGHT, prefilled, site
 
 TOOLS = [{"type": "function", "name": "tide", "description": "d", "parameters": {"a": 1}}]
 CALL_TEXT = '{"port":"Brest","n":123456789012345678901}'
@@ -191,11 +190,11 @@ async def test_items_become_the_chat_that_says_the_same():
             text={"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
         )
         assert reply.status_code == 200, reply.text
-        told = here.world["p1"].last(m.PrefillJob)
+        told = prefilled(here)
         await here.http.post("/v1/chat/completions", json=chat)
-        same = here.world["p1"].last(m.PrefillJob)
+        same = prefilled(here)
     assert same.token_ids == told.token_ids
-    assert same.sampling.grammar == told.sampling.grammar != ""
+    assert same.sampling.grammar == told.sampling.grammar is not None
 
 
 async def test_a_picture_goes_through_the_encoder():
@@ -270,6 +269,17 @@ async def test_store_has_no_effect_and_is_named():
         reply = await ask(here, store=True, truncation="auto", include=["x"])
     assert reply.headers["x-baton-ignored"] == "truncation, include, store"
     assert reply.json()["store"] is False
+
+
+async def test_a_client_that_leaves_frees_everything():
+    async with site() as here:
+        here.world["d1"].pause_after = 3
+        request = here.http.build_request("POST", "/v1/responses", json=body(stream=True))
+        reply = await here.http.send(request, stream=True)
+        assert (await anext(reply.aiter_lines())) == "event: response.created"
+        assert here.world.held() != {}
+        await reply.aclose()
+        await here.nothing_left()
 
 
 async def test_a_response_that_breaks_ends_as_failed():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 
 import pytest
 
 from common.config.settings import RouterSettings, Settings
 from common.contract import messages as m
 from common.errors import RoomLost
+from router.bell import Bell
 from router.house import House
 from router.seats import Seat, Seats, seats_of
 from tests.support.rooms import SECRET, World, until
@@ -136,3 +138,19 @@ def test_a_dead_replica_leaves_its_group_alone():
     seats.remove("a", "h:1")
     seats.remove("a", "unknown")
     assert sorted(seats.all()) == ["h:2", "h:3"]
+
+
+async def test_a_cancel_that_meets_the_end_of_a_wait_is_a_cancel():
+    bell = Bell()
+
+    async def wait_always() -> None:
+        while True:
+            await bell.wait(0.01)
+
+    task = asyncio.create_task(wait_always())
+    await asyncio.sleep(0.005)
+    time.sleep(0.02)  # noqa: ASYNC251 - the wait's time is over, but nobody could tell it yet
+    bell.ring()
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=1.0)
+    assert done and task.cancelled()
