@@ -24,6 +24,10 @@ from router.faults import Fault, describe, fault, on_path
 from router.schema.replies import encode
 
 PLAIN_ID = re.compile(r"[A-Za-z0-9_.:\-]{1,128}")
+ID_HEADERS = (
+    b"x-request-id",
+    b"request-id",
+)  # OpenAI's clients read the first, Anthropic's the other
 OPEN_PATHS = ("/health", "/ready")  # asked by whoever watches the process, without a key
 
 _log = logging.getLogger("baton.door")
@@ -90,7 +94,8 @@ class _Answer:
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._has_begun = True
-            message["headers"] = [*message.get("headers", []), (b"x-request-id", self._echoed)]
+            named = [(name, self._echoed) for name in ID_HEADERS]
+            message["headers"] = [*message.get("headers", []), *named]
             self._tally.add("baton_http_responses_total", status=str(message["status"]))
         await self._send(message)
 

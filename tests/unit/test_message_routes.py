@@ -316,7 +316,8 @@ async def test_every_kind_of_refusal_has_this_apis_shape():
     ):
         assert reply.status_code == status
         assert reply.json()["type"] == "error" and reply.json()["error"]["type"] == kind
-        assert reply.json()["request_id"] == reply.headers["x-request-id"]
+        assert reply.json()["request_id"] == reply.headers["request-id"]
+        assert reply.headers["request-id"] == reply.headers["x-request-id"]
 
 
 async def test_the_door_speaks_this_api_on_its_paths():
@@ -347,7 +348,7 @@ async def test_a_client_that_leaves_frees_everything():
 
 async def test_an_error_inside_a_stream_is_an_error_event_and_nothing_follows():
     async with site() as here:
-        here.world["p1"].plant(m.PrefillJob, PoisonedState("layer 3"))
+        here.world["p1"].plant(m.PrefillJob, *[PoisonedState("layer 3")] * 3)
         events = await stream(here)
         await here.nothing_left()
     assert [name for name, _ in events] == ["message_start", "ping", "error"]

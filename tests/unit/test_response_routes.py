@@ -284,7 +284,7 @@ async def test_a_client_that_leaves_frees_everything():
 
 async def test_a_response_that_breaks_ends_as_failed():
     async with site() as here:
-        here.world["p1"].plant(m.PrefillJob, PoisonedState("layer 3"))
+        here.world["p1"].plant(m.PrefillJob, *[PoisonedState("layer 3")] * 3)
         events = await stream(here)
         await here.nothing_left()
     assert events[-1]["type"] == "response.failed"
