@@ -165,7 +165,7 @@ class DecodeEngine:
             self.loop.post(partial(self._refuse, held, job, error))
         except Exception as fault:  # nobody waits for this thread: the engine must hear of it
             log.exception("taking in request %s failed", job.request)
-            if not read_ended:
+            if len(read_ended) < self._intake.readers:
                 self.loop.post(partial(self._stop_for, fault))
                 return
             writer_ended()
