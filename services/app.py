@@ -25,6 +25,7 @@ from services.prefill.app import Prefill
 
 POLICY = "services.scaling_hook:JointPolicy"
 SEATING = "router.discovery.PinRouter"
+NODE_RANKS = 8  # devices of one node
 MANY = 100_000  # admission is the router's own; Serve must never refuse a control call
 
 
@@ -116,7 +117,7 @@ def _room(kind: type, replicas: int, settings: Settings) -> Deployment:
 
 
 def _placement(ranks: int, resources: dict[str, float]) -> dict[str, Any]:
-    """A bundle for each rank of a replica, the leader's first; all on one node."""
+    """A bundle for each rank of a replica, the leader's first; on one node where one holds them."""
     if ranks == 1:
         return {}
     bundle = {"CPU": resources["num_cpus"]}
@@ -124,7 +125,7 @@ def _placement(ranks: int, resources: dict[str, float]) -> dict[str, Any]:
         bundle["GPU"] = resources["num_gpus"]
     return {
         "placement_group_bundles": [dict(bundle) for _ in range(ranks)],
-        "placement_group_strategy": "STRICT_PACK",
+        "placement_group_strategy": "STRICT_PACK" if ranks <= NODE_RANKS else "PACK",
     }
 
 

@@ -57,8 +57,9 @@ def write_tiny(directory: Path, variant: str, *, dtype: str = "float32", **overr
 
 
 def write_eight_headed(directory: Path, variant: str) -> Path:
-    """The same with eight heads of each kind: enough for eight tensor ranks."""
+    """The same with eight heads of each kind, enough for eight tensor ranks, and five layers."""
     config = generator().linear_text() if variant == "linear" else generator().K3_TEXT
-    linear = config["linear_attn_config"] | {"num_heads": 8}
+    layers = {"kda_layers": [1, 2, 3, 5], "full_attn_layers": [4]}
+    linear = config["linear_attn_config"] | layers | {"num_heads": 8}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "linear_attn_config": linear}
-    return write_tiny(directory, variant, **heads)
+    return write_tiny(directory, variant, num_hidden_layers=5, **heads)
