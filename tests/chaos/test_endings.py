@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 
+import jsonschema
 import pytest
 
 from common.config.settings import Settings
@@ -15,6 +17,7 @@ from router.journey import Journey
 from tests.support.golden import NANO
 from tests.support.prompts import image, question
 from tests.support.relay import Relay, changed, in_process
+from tests.support.walks import TOKENIZER, read, schema_form
 
 ASK = {"max_tokens": 24, "temperature": 1.0, "seed": 5, "n": 2}
 
@@ -66,6 +69,29 @@ async def test_an_answer_whose_decode_engine_fails_continues_elsewhere_token_for
         assert room.room.ended.is_set() and not room.room.wires
         assert relay.house.tally.snapshot()['baton_replays_total{died="decode"}'] == 1
         await relay.nothing_left()
+
+
+async def test_a_formed_answer_continues_elsewhere_at_its_place_in_the_grammar():
+    form = {"type": "array", "items": {"enum": ["grün", 12, None]}, "minItems": 9, "maxItems": 9}
+    grammar = schema_form(form).grammar
+    async with rooms(decode=2) as relay:
+        whole = await ids(relay, grammar=grammar, max_tokens=90, stop_ids=(TOKENIZER.end_of_msg,))
+        task = relay.task(
+            question(1),
+            **(ASK | {"grammar": grammar, "max_tokens": 90, "stop_ids": (TOKENIZER.end_of_msg,)}),
+        )
+        got: list[list[int]] = [[], []]
+        async with Journey(task, relay.house) as journey:
+            async for item in journey.events():
+                got[item.choice] += [token.id for token in item.tokens]
+                if len(journey.answer.log[0]) == 8:
+                    (busy,) = [r for r in relay.house.board.present("decode") if r.followers]
+                    room = next(r for r in relay.decodes if r.room.id == busy.id)
+                    room.engine._model = None
+        assert got == whole and got[0] != got[1]
+        assert room.room.ended.is_set()
+        for answer in got:
+            jsonschema.validate(json.loads(read(answer, True).content), form)
 
 
 async def test_a_fault_in_a_transfer_thread_is_a_death_and_no_hang():

@@ -185,9 +185,18 @@ def mixed_rows(vocab: int) -> list[Row]:
         Sampling(seed=5, top_k=40, top_p=0.95, min_p=0.01, repetition=1.2),
         Sampling(seed=6, min_tokens=9, stop_ids=(1, 2, vocab - 1)),
         Sampling(seed=7, script=(0,) * 8),
+        Sampling(seed=8, top_p=0.9),
     ]
+    masks = {1: 0b1011_0101, 9: 0b0110_1110}
     return [
-        Row(sampling=s, position=i, counts={1: 2, 5: 1}, prompt=(3, 4)) for i, s in enumerate(kinds)
+        Row(
+            sampling=s,
+            position=i,
+            counts={1: 2, 5: 1},
+            prompt=(3, 4),
+            mask=bytes([masks[i]] * (vocab // 8 + 1)) if i in masks else None,
+        )
+        for i, s in enumerate(kinds)
     ]
 
 
@@ -200,7 +209,12 @@ def check_rows_alone_and_together(vocab: int, device: str) -> None:
     )
     values[4] = float("nan")
     alone = [sample(values[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
-    for order in (list(range(len(rows))), list(reversed(range(len(rows)))), [8, 3, 4, 1], [0, 5]):
+    for order in (
+        list(range(len(rows))),
+        list(reversed(range(len(rows)))),
+        [8, 3, 4, 1],
+        [0, 5, 9],
+    ):
         together = sample(values[order], [rows[i] for i in order])
         assert [repr(t) for t in together] == [repr(alone[i]) for i in order]
 
@@ -218,7 +232,7 @@ def test_result_is_bit_equal_alone_and_in_any_batch_on_a_gpu(vocab: int) -> None
 
 @pytest.mark.gpu
 def test_both_devices_draw_the_same_tokens() -> None:
-    values = torch.randn(9, 1536, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(10, 1536, generator=torch.Generator().manual_seed(0))
     here, there = (sample(values.to(device), mixed_rows(1536)) for device in ("cpu", "cuda"))
     assert [token(t).id for t in here] == [token(t).id for t in there]
 
