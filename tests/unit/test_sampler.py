@@ -264,7 +264,7 @@ def test_bad_logits_poison_their_own_row_only(bad: float, sampling: Sampling) ->
 
 
 def test_logits_are_left_as_they_were() -> None:
-    values = torch.randn(9, 64)
+    values = torch.randn(10, 64)
     before = values.clone()
     sample(values, mixed_rows(64))
     assert torch.equal(values, before)
