@@ -110,7 +110,7 @@ def expression(regex: str, param: str) -> str:
     """Text that a regular expression matches as a whole.
 
     Raises:
-        InvalidRequest: the expression is empty.
+        InvalidRequest: the expression is empty, or ends in the middle of an escape.
     """
     if not regex:
         raise InvalidRequest(f"`{param}` is an empty expression", param=param)
@@ -121,6 +121,8 @@ def expression(regex: str, param: str) -> str:
         else:
             out.append({"\n": "\\n", "\r": "\\r"}.get(char, char))
         escaped = char == "\\" and not escaped
+    if escaped:  # it would take the end mark with it
+        raise InvalidRequest(f"`{param}` ends in a lone backslash", param=param)
     return f"/{''.join(out)}/"
 
 

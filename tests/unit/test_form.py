@@ -98,6 +98,55 @@ def test_random_arguments_follow_the_parameters(name, seed):
     jsonschema.validate(found.arguments, {**parameters, "additionalProperties": False})
 
 
+PARAMETERS = {
+    "others": {
+        "type": "object",
+        "properties": {"a": {"type": "string", "maxLength": 4}},
+        "additionalProperties": {"type": "integer", "maximum": 99},
+        "required": ["q"],
+    },
+    "texts": {
+        "type": "object",
+        "properties": {
+            "enum": {"type": "string", "enum": ["", "a b", "ü"]},
+            "when": {"type": "string", "format": "date-time"},
+            "code": {"type": "string", "pattern": "^[A-C]{2}(-[0-9]+)?$", "maxLength": 6},
+            "part": {"type": "string", "pattern": "x|y", "maxLength": 9},
+        },
+        "required": ["enum", "when", "code"],
+    },
+    "references": {
+        "type": "object",
+        "properties": {
+            "tree": {"$ref": "#/$defs/node"},
+            "one": {"allOf": [{"$ref": "#/$defs/size"}], "description": "as pydantic writes it"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/size"}, {"type": "null"}], "default": None},
+        },
+        "required": ["tree", "one", "maybe"],
+        "additionalProperties": False,
+        "$defs": {**TREE["$defs"], "size": {"enum": ["s", "m", 3]}},
+    },
+    'keys with " and &': {
+        "type": "object",
+        "properties": {'say "a&b"': {"const": True}},
+        "required": ['say "a&b"'],
+    },
+    "none": {"type": "object", "properties": {}, "additionalProperties": False},
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_arguments_follow_parameters_of_every_kind(name, seed):
+    found = walk(tool_form(PARAMETERS[name]), seed, most=800)
+    if not found.is_complete:  # a part that is looked for anywhere may take its time
+        assert name == "texts"
+        return
+    pairs = json.loads(found.calls[0][1], object_pairs_hook=list)
+    assert len(dict(pairs)) == len(pairs), "an argument came twice"
+    jsonschema.validate(found.arguments, PARAMETERS[name])
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_thoughts_are_free_and_the_response_is_not(seed):
     wanted = {"type": "json_schema", "json_schema": {"schema": SCHEMAS["flat"]}}
@@ -248,6 +297,7 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema, said, where
         ({"structured_outputs": {"grammar": 'root ::= ("x"'}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"grammar": 'root ::= "x" <[7]>'}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
