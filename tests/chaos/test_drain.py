@@ -48,6 +48,7 @@ async def told(running: Fleet, process) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.slow
 async def test_a_stream_longer_than_the_drain_time_is_continued_elsewhere(tmp_path):
     path = settings(tmp_path, server=PORTS | {"drain_s": 0.5})
     async with fleet(path, decode=2) as running:

@@ -191,6 +191,7 @@ async def test_what_was_half_said_when_decode_was_killed_is_said_to_its_end(tmp_
         await running.nothing_left()
 
 
+@pytest.mark.slow
 async def test_a_form_half_filled_in_when_decode_was_killed_is_filled_in(tmp_path, monkeypatch):
     path = write_settings(tmp_path / "settings.toml", TABLES)
     async with fleet(path, decode=2) as running:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 
+import pytest
+
+from common.contract.messages import EncodeJob, PrefillJob
 from router.ledger import Ledger
 from tests.support.fleet import Fleet, fleet
 from tests.support.processes import Process, write_settings
@@ -22,37 +25,45 @@ async def answer(running: Fleet) -> list[int]:
     return (await asyncio.wait_for(running.run(running.task(question(1), **ASK)), SOON_S)).ids()
 
 
-def first(running: Fleet, room: str) -> Process:
-    """The process that the next request will go to, all being idle."""
-    if room == "prefill":
-        return min(running.of(room), key=lambda process: process.place["id"])
-    from router.placement import choose_encoder  # by the picture's digest
+class Stopper:
+    """Stops the process that a journey asks for this kind of work, right before it is asked."""
 
-    candidates = running.house.seen("encoder")[0]
-    return running.process(choose_encoder([image()[0].digest], candidates) or "")
+    def __init__(self, running: Fleet, monkeypatch, kind: type) -> None:
+        self.stopped: Process | None = None
+        ask = Ledger.ask
+
+        async def asked(ledger: Ledger, replica, name: str, message):
+            if self.stopped is None and isinstance(message, kind) and not message.probe:
+                self.stopped = running.process(replica.id)
+                self.stopped.signal(signal.SIGSTOP)
+            return await ask(ledger, replica, name, message)
+
+        monkeypatch.setattr(Ledger, "ask", asked)
 
 
+@pytest.mark.slow
 async def test_lost_encoders_and_prefills_cost_a_pass_and_no_answer(tmp_path, monkeypatch):
     path = write_settings(tmp_path / "settings.toml", TABLES)
     async with fleet(path, encoder=2, prefill=2) as running:
         whole = await answer(running)
-        for room in ("encoder", "prefill"):
-            await stopped_while_it_has_the_job(running, room, whole)
+        for kind in (EncodeJob, PrefillJob):
+            await stopped_while_it_has_the_job(running, kind, whole, monkeypatch)
         await stopped_after_its_ticket(running, whole, monkeypatch)
-        for room in ("encoder", "prefill"):
-            await killed_while_it_has_the_job(running, room, whole)
+        for kind in (EncodeJob, PrefillJob):
+            await killed_while_it_has_the_job(running, kind, whole, monkeypatch)
         await running.nothing_left()
         counted = running.house.tally.snapshot()
         assert counted['baton_replays_total{died="encoder"}'] == 3
         assert counted['baton_replays_total{died="prefill"}'] == 2
 
 
-async def stopped_while_it_has_the_job(running: Fleet, room: str, whole: list[int]) -> None:
+async def stopped_while_it_has_the_job(running, kind, whole: list[int], monkeypatch) -> None:
     """Silence is what ends the wait; afterwards it goes on as if it had not been away."""
-    process = first(running, room)
-    process.signal(signal.SIGSTOP)
-    assert await answer(running) == whole
-    process.signal(signal.SIGCONT)
+    with monkeypatch.context() as patched:
+        stopper = Stopper(running, patched, kind)
+        assert await answer(running) == whole
+    assert stopper.stopped is not None
+    stopper.stopped.signal(signal.SIGCONT)
     await running.ready()
 
 
@@ -73,10 +84,13 @@ async def stopped_after_its_ticket(running: Fleet, whole: list[int], monkeypatch
     await running.ready()
 
 
-async def killed_while_it_has_the_job(running: Fleet, room: str, whole: list[int]) -> None:
-    process = first(running, room)
-    process.signal(signal.SIGSTOP)  # so that it surely still has it when it is killed
-    asked = asyncio.create_task(answer(running))
-    await asyncio.sleep(0.4)
-    await running.kill(process)
-    assert await asked == whole
+async def killed_while_it_has_the_job(running, kind, whole: list[int], monkeypatch) -> None:
+    with monkeypatch.context() as patched:
+        stopper = Stopper(running, patched, kind)  # so that it surely still has it when it dies
+        asked = asyncio.create_task(answer(running))
+        async with asyncio.timeout(10):
+            while stopper.stopped is None:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        await running.kill(stopper.stopped)
+        assert await asked == whole
