@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -116,7 +117,6 @@ def test_choices_begin_behind_their_own_first_tokens():
 
 def joined(matcher, *, forced=(), first=(0, 0)):
     """`join` of two choices over memory that does nothing."""
-    nothing = SimpleNamespace(begin=lambda *a, **k: None, copy=lambda *a: None)
     held = SimpleNamespace(
         reserve=SimpleNamespace(prompt_tokens=64, n=2),
         slots=(0, 1),
@@ -133,7 +133,7 @@ def joined(matcher, *, forced=(), first=(0, 0)):
             seal=SimpleNamespace(first=[SimpleNamespace(id=token) for token in first])
         ),
     )
-    return join(held, job, SimpleNamespace(states=nothing, latents=nothing))
+    return join(held, job, MagicMock())
 
 
 def test_a_token_against_the_grammar_leaves_nothing_to_say():
