@@ -179,9 +179,10 @@ def _checked_url(address: str, settings: ImageSettings) -> httpx.URL:
     try:
         url = httpx.URL(address)
         url.netloc.decode("ascii")
+        host = url.host  # decodes the name, and fails where that is broken
     except (httpx.InvalidURL, ValueError, TypeError):
         raise ImageRejected("the image's address is not a URL") from None
-    if url.scheme not in schemes or not url.host:
+    if url.scheme not in schemes or not host:
         raise ImageRejected(
             f"an image's address must be a data URI or start with {' or '.join(schemes)}://"
         )

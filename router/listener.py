@@ -26,6 +26,7 @@ class HttpListener:
             log_config=None,
             access_log=False,
             lifespan="off",
+            ws="none",  # an upgrade is ignored, the request answered
             server_header=False,
             date_header=False,
             timeout_keep_alive=IDLE_S,

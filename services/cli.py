@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "plan":
             return run_plan(args)
         return run_chat(args.url, args.model, args.image)
-    except (ServingError, httpx.HTTPError) as error:
+    except (ServingError, httpx.HTTPError, OSError, UnicodeError) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 1
 
@@ -70,6 +70,9 @@ def run_server(settings: Settings) -> int:
     ):
         _refuse_taken(host, port)
     stopping = threading.Event()
+    # Ctrl-C reaches the whole terminal's group: what is started here must not die of it while it
+    # still finishes its streams. The block is inherited; only this process takes it off again.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     _stop_on_signals(stopping)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
@@ -89,6 +92,7 @@ def run_server(settings: Settings) -> int:
         logging_level=logging.ERROR,
     )
     _stop_on_signals(stopping)  # Ray put its own handlers in place
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         serve.start(proxy_location="Disabled")
         deploy(settings)
@@ -172,18 +176,19 @@ def _pair(text: str, between: str) -> tuple[int, int]:
 
 def run_chat(url: str, model: str, image: Path | None) -> int:
     """A conversation in the terminal; an empty line or end of input ends it."""
+    picture = _data_uri(image) if image is not None else ""
     with httpx.Client(base_url=url, timeout=600) as client:
         if not model:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         messages: list[dict[str, object]] = []
         while text := _ask():
             content: object = text
-            if image is not None:
+            if picture:
                 content = [
-                    {"type": "image_url", "image_url": {"url": _data_uri(image)}},
+                    {"type": "image_url", "image_url": {"url": picture}},
                     {"type": "text", "text": text},
                 ]
-                image = None
+                picture = ""
             messages.append({"role": "user", "content": content})
             answer = _stream(client, {"model": model, "messages": messages, "stream": True})
             messages.append({"role": "assistant", "content": answer})

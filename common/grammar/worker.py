@@ -19,6 +19,7 @@ from common.errors import InvalidRequest
 from common.grammar.library import Vocabulary
 
 HEAD = 4  # bytes of a length
+PROBE_STEPS = 16  # tokens a probe goes into the form: some faults show only on the way
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,9 +44,14 @@ def judge(vocabulary: Vocabulary, check: Check) -> Verdict:
     for beginning in check.beginnings:
         matcher = start.copy()
         matcher.take(*beginning)
-        if not any(matcher.mask()):
-            reason = matcher.why_lost or "no answer at all satisfies it"
-            return Verdict(fault=reason)
+        for _ in range(PROBE_STEPS):
+            mask = matcher.mask()
+            if not any(mask):
+                return Verdict(fault=matcher.why_lost or "no answer at all satisfies it")
+            at = next(at for at, byte in enumerate(mask) if byte)
+            matcher.take(8 * at + (mask[at] & -mask[at]).bit_length() - 1)
+            if matcher.is_complete:
+                break
     return Verdict()
 
 

@@ -170,6 +170,7 @@ class ReplyParser:
             else:
                 self._close(name)
         elif token == self._t.end_of_msg:
+            self._leave_call()
             self._in = _In.END
 
     def _put(self, text: str) -> None:
@@ -213,6 +214,7 @@ class ReplyParser:
             self._in = _In.RAW
 
     def _open_call(self, attributes: dict[str, str]) -> None:
+        self._leave_call()
         self._in, self._arguments = _In.BETWEEN, 0
         if name := attributes.get("tool"):
             self._in = _In.CALL
@@ -231,6 +233,8 @@ class ReplyParser:
             self._in, self._value = _In.VALUE, ""
 
     def _close(self, name: str) -> None:
+        if name in ("message", "tools"):
+            self._leave_call()
         where = self._in
         if name == "message":
             self._in = _In.END
@@ -251,6 +255,18 @@ class ReplyParser:
         elif name in ("json", "call") and where is _In.RAW:
             self._close_call()
         elif name == "call" and where is _In.CALL:
+            self._argue("}" if self._arguments else "{}")
+            self._close_call()
+
+    def _leave_call(self) -> None:
+        """The model went on without closing a call: its arguments end here, and are JSON."""
+        if self._in is _In.RAW:
+            self._close_call()
+        elif self._in in (_In.CALL, _In.STRING, _In.VALUE):
+            if self._in is _In.STRING:
+                self._argue('"')
+            elif self._in is _In.VALUE:
+                self._argue(_as_json(self._value))
             self._argue("}" if self._arguments else "{}")
             self._close_call()
 

@@ -170,7 +170,14 @@ def _stop_ids(body: SamplingBody, limits: RequestLimits) -> tuple[int, ...]:
                 param="stop_token_ids",
             )
     own = () if body.ignore_eos else (limits.eos,)
-    return tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
+    stops = tuple(dict.fromkeys((*own, *(body.stop_token_ids or ()))))
+    if body.min_tokens and len(stops) >= limits.vocab:
+        raise InvalidRequest(
+            "`min_tokens` asks for tokens before the first stop, and `stop_token_ids` names every "
+            "token there is; leave some out",
+            param="stop_token_ids",
+        )
+    return stops
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:

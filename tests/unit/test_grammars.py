@@ -256,3 +256,9 @@ def write_program(monkeypatch, program):
 
     monkeypatch.setattr(module.asyncio, "create_subprocess_exec", fake)
     return monkeypatch
+
+
+async def test_a_form_that_breaks_on_the_way_is_refused_before_it_is_asked_for(judge):
+    wanted = form(structured_outputs={"regex": "(((a{50}){50}){50}){50}"}, reasoning_effort="none")
+    with pytest.raises(InvalidRequest, match="cannot be enforced"):
+        await judge.check(wanted)

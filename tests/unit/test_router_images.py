@@ -104,6 +104,7 @@ async def test_the_same_image_twice_is_two_images():
         ("http://", "https"),
         ("http://user:secret@example.org/x.png", "user name"),
         ("http://[::1", "not a URL"),
+        ("http://xn--/", "not a URL"),
         ("http://example.org/" + "a" * 9000, "8192"),
     ],
 )

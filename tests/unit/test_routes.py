@@ -197,6 +197,18 @@ async def test_unknown_paths_and_methods_are_told_in_the_same_form(method, path,
         assert reply.json()["error"]["message"]
 
 
+async def test_an_asked_for_upgrade_is_ignored():
+    upgrade = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "dGhlIHNhbXBsZSBub25jZQ==",
+    }
+    async with site() as here:
+        reply = await here.http.get("/v1/models", headers=upgrade)
+        assert reply.status_code == 200
+
+
 async def test_models_lists_what_is_served():
     async with site() as here:
         told = (await here.http.get("/v1/models")).json()

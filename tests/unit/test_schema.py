@@ -329,3 +329,10 @@ def test_every_case_of_this_endpoint_is_read_or_refused(request):
             assert 400 in wanted or 404 in wanted, case["id"]
             seen["refused"] += 1
     assert seen["read"] > 50 and seen["refused"] > 30
+
+
+def test_a_least_length_needs_a_token_that_does_not_stop():
+    everything = list(range(LIMITS.vocab))
+    parse(stop_token_ids=everything)
+    with pytest.raises(InvalidRequest, match="leave some out"):
+        parse(stop_token_ids=everything, min_tokens=1)

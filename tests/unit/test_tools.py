@@ -292,3 +292,26 @@ def test_the_scripted_cases_are_read_in_every_cut():
         assert fields([*events, *single.finish()]) == expected
         shown = json.dumps(expected["calls"]) + expected["reasoning"] + expected["content"]
         assert not any(marker in shown for marker in MARKERS)
+
+
+@pytest.mark.parametrize(
+    ("inside", "arguments"),
+    [
+        ("", {}),
+        (tag("argument", key="a", type="string") + "x", {"a": "x"}),
+        (tag("argument", key="a", type="number") + "12", {"a": 12}),
+    ],
+    ids=["before any argument", "in a string", "in a number"],
+)
+@pytest.mark.parametrize("after", ["tools", "message", "another call", "the end"])
+def test_a_call_that_the_model_left_open_still_holds_a_json_object(inside, arguments, after):
+    ends = {
+        "tools": "<|close|>tools<|sep|>",
+        "message": "<|close|>message<|sep|>",
+        "another call": tag("call", tool="g", index="2") + "<|close|>call<|sep|>",
+        "the end": "<|end_of_msg|>",
+    }
+    reply = read(tag("tools") + tag("call", tool="f", index="1") + inside + ends[after])
+    name, text = reply["calls"][0]
+    assert (name, json.loads(text)) == ("f", arguments)
+    assert 0 in reply["done"]

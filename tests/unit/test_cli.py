@@ -1,0 +1,32 @@
+"""The `baton` command tells what is wrong in a sentence, and how it ended in its exit status."""
+
+import pytest
+
+from services.cli import main
+from tests.support.golden import NANO
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["check", "README.md"], "README.md"),
+        (["check", "no/such/directory"], "no/such/directory"),
+        (["check", str(NANO), "--decode", "eight"], "'eight'"),
+        (["serve", "no/such/file.toml"], "does not exist"),
+        (["slice", "out", "--layers", "3"], "'3'"),
+        (["chat", "--url", "http://127.0.0.1:9", "--model", "m"], "refused"),
+        (["chat", "--image", "no/such/picture.png", "--model", "m"], "no/such/picture.png"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_a_sentence(arguments, said, capsys, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt: "hello")
+    assert main(arguments) == 1
+    out = capsys.readouterr()
+    assert said in out.err
+    assert out.err.startswith("baton: ")
+
+
+def test_a_good_checkpoint_is_listed(capsys):
+    assert main(["check", str(NANO), "--decode", "2x4"]) == 0
+    assert "decode   rank 7" in capsys.readouterr().out
