@@ -168,6 +168,8 @@ class ReplyParser:
             if self._opens:
                 self._open(name, rest)
             else:
+                if name in ("message", "tools"):
+                    self._leave_call()
                 self._close(name)
         elif token == self._t.end_of_msg:
             self._leave_call()
@@ -233,8 +235,6 @@ class ReplyParser:
             self._in, self._value = _In.VALUE, ""
 
     def _close(self, name: str) -> None:
-        if name in ("message", "tools"):
-            self._leave_call()
         where = self._in
         if name == "message":
             self._in = _In.END
