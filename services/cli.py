@@ -70,9 +70,6 @@ def run_server(settings: Settings) -> int:
     ):
         _refuse_taken(host, port)
     stopping = threading.Event()
-    # Ctrl-C reaches the whole terminal's group: what is started here must not die of it while it
-    # still finishes its streams. The block is inherited; only this process takes it off again.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     _stop_on_signals(stopping)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
@@ -92,7 +89,6 @@ def run_server(settings: Settings) -> int:
         logging_level=logging.ERROR,
     )
     _stop_on_signals(stopping)  # Ray put its own handlers in place
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         serve.start(proxy_location="Disabled")
         deploy(settings)
