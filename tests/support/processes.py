@@ -45,7 +45,10 @@ class Process:
         self.place = json.loads(line)
 
     def signal(self, number: int) -> None:
+        """Send a signal; a stop is waited for, since the process may still answer a READ before."""
         self.popen.send_signal(number)
+        if number == signal.SIGSTOP and self.popen.poll() is None:
+            os.waitpid(self.popen.pid, os.WUNTRACED)
 
     def end(self) -> None:
         """Ask it to stop, then make it."""
