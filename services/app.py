@@ -141,7 +141,6 @@ def _replicas(stage: str, replicas: int, scaling: ScalingSettings) -> dict[str, 
             "initial_replicas": min(max(replicas, least), most),
             "upscale_delay_s": 0.0,
             "downscale_delay_s": 0.0,
-            "metrics_interval_s": 1.0,
             "look_back_period_s": 2.0,  # the rooms' figures are means already
         }
     }

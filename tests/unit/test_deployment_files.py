@@ -1,6 +1,8 @@
 """Deployment files: valid for their readers, and in agreement with each other."""
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import yaml
 
 from common.config.loading import load_settings
+from services import app as services_app
+from services.scaling_hook import JointPolicy
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = ROOT / "k8s" / "base"
@@ -31,10 +35,58 @@ PODS = {name: group["template"] for name, group in GROUPS.items()} | {
 }
 
 
-def test_cluster_file_is_one_that_ray_up_takes() -> None:
+CLUSTERS = ["ray-cluster", "ray-cluster-gcp", "ray-cluster-hosts"]
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_cluster_files_are_ones_that_ray_up_takes(name: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    validate_config(prepare_config(CLUSTER))
+    validate_config(prepare_config(documents(ROOT / "deploy" / f"{name}.yaml")[0]))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_ray_of_a_cluster_demands_the_token_and_tells_figures_each_second(name: str) -> None:
+    cluster = documents(ROOT / "deploy" / f"{name}.yaml")[0]
+    for kind in ("head", "worker"):
+        start = cluster[f"{kind}_start_ray_commands"][-1]
+        assert "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=/etc/baton/ray-token" in start
+        assert "METRIC_PUSH_INTERVAL_S=1" in start
+    assert cluster["file_mounts"]["/etc/baton/ray-token"] == "~/.ray/auth_token"
+
+
+def test_clouds_have_the_same_kinds_of_nodes() -> None:
+    other = documents(ROOT / "deploy" / "ray-cluster-gcp.yaml")[0]["available_node_types"]
+    ours = CLUSTER["available_node_types"]
+    assert set(other) == set(ours)
+    for name, node in ours.items():
+        for key, value in node["resources"].items():
+            assert other[name]["resources"][key] >= value
+
+
+def test_builder_gives_exactly_the_router_and_the_three_rooms() -> None:
+    from ray.serve._private.build_app import build_app
+
+    application = services_app.builder({"settings": str(ROOT / "deploy/settings/cluster.toml")})
+    built = build_app(application, name="baton")
+    assert {d.name for d in built.deployments} == ROOMS
+    assert built.ingress_deployment_name == "Router"
+    for deployment in built.deployments:
+        scaling = deployment._deployment_config.autoscaling_config
+        assert (scaling is None) == (deployment.name == "Router")
+        if scaling is not None:
+            least, most = bounds(deployment.name)
+            assert (scaling.min_replicas, scaling.max_replicas) == (least, most)
+            # the policy has patience of its own; two would add up
+            assert scaling.upscale_delay_s == scaling.downscale_delay_s == 0
+
+
+def test_the_policy_named_in_the_application_reads_the_same_settings() -> None:
+    policy = SERVE["applications"][0]["autoscaling_policy"]
+    assert policy["policy_function"] == services_app.POLICY
+    assert policy["policy_kwargs"]["settings"] == SERVE["applications"][0]["args"]["settings"]
+    joint = JointPolicy(settings=str(ROOT / "deploy/settings/cluster.toml"))
+    assert joint({}) == ({}, {})
 
 
 @pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`")
@@ -46,12 +98,15 @@ def test_application_file_is_one_that_serve_deploy_takes() -> None:
     assert {d.name for d in application.deployments} == ROOMS
 
 
-def test_every_room_but_the_router_scales_between_bounds() -> None:
-    assert "autoscaling_config" not in DEPLOYMENTS["Router"]
+def bounds(room: str) -> tuple[int, int]:
+    scaling = load_settings(ROOT / "deploy/settings/cluster.toml", environ={}).scaling
+    stage = room.lower()
+    return getattr(scaling, f"{stage}_min"), getattr(scaling, f"{stage}_max")
+
+
+def test_numbers_of_replicas_stand_in_the_settings_alone() -> None:
     for room in ROOMS - {"Router"}:
-        scaling = DEPLOYMENTS[room]["autoscaling_config"]
-        assert 1 <= scaling["min_replicas"] < scaling["max_replicas"]
-        assert scaling["downscale_delay_s"] > scaling["upscale_delay_s"]
+        assert not {"autoscaling_config", "num_replicas"} & set(DEPLOYMENTS[room])
 
 
 def test_kubernetes_runs_the_same_application() -> None:
@@ -94,7 +149,7 @@ def test_kustomization_lists_every_manifest_and_existing_settings() -> None:
 
 def test_mounted_files_of_the_cluster_exist() -> None:
     for source in CLUSTER["file_mounts"].values():
-        assert (ROOT / source).is_file()
+        assert source.startswith("~") or (ROOT / source).is_file()
     assert SERVE["applications"][0]["args"]["settings"] in CLUSTER["file_mounts"]
 
 
@@ -102,8 +157,7 @@ def test_mounted_files_of_the_cluster_exist() -> None:
 def test_largest_number_of_replicas_fits_the_nodes_of_its_room(room: str) -> None:
     deployment, resource = DEPLOYMENTS[room], room.lower()
     options = deployment["ray_actor_options"]
-    scaling = deployment.get("autoscaling_config", {})
-    replicas = scaling.get("max_replicas", deployment.get("num_replicas"))
+    replicas = deployment["num_replicas"] if room == "Router" else bounds(room)[1]
     assert options["resources"] == {resource: 1}
     node = CLUSTER["available_node_types"][resource]
     offered = node["resources"]
@@ -137,3 +191,64 @@ def test_every_policy_and_budget_selects_pods_that_exist() -> None:
             selector = document["spec"].get("podSelector") or document["spec"]["selector"]
             wanted = selector.get("matchLabels", {})
             assert any(wanted.items() <= found.items() for found in labels), document["metadata"]
+
+
+def rendered(folder: str) -> list[dict[str, Any]]:
+    command = ["kubectl", "kustomize", "--load-restrictor", "LoadRestrictionsNone", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("overlay", ["dev", "production"])
+def test_overlays_give_valid_manifests_and_settings(overlay: str, tmp_path: Path) -> None:
+    manifests = rendered(f"k8s/overlays/{overlay}")
+    schema = json.loads((ROOT / "tests/data/schemas/rayservice.json").read_text())
+    for manifest in manifests:
+        if manifest["kind"] == "RayService":
+            jsonschema.validate(manifest, schema)
+            cluster = manifest["spec"]["rayClusterConfig"]
+            for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+                pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+                pod["metadata"] = {"name": "pod", **pod["metadata"]}
+                kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        elif not manifest["apiVersion"].startswith("monitoring.coreos.com"):
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        assert manifest["metadata"]["namespace"] == "baton"
+    (settings,) = [m for m in manifests if m["metadata"]["name"] == "baton-settings"]
+    (tmp_path / "settings.toml").write_text(settings["data"]["settings.toml"])
+    loaded = load_settings(tmp_path / "settings.toml", environ={})
+    assert loaded.server.room_host == "" and loaded.scaling.enabled
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def test_production_asks_every_process_of_ray_for_the_token_and_gives_rdma_to_the_right_rooms() -> (
+    None
+):
+    (service,) = [m for m in rendered("k8s/overlays/production") if m["kind"] == "RayService"]
+    cluster = service["spec"]["rayClusterConfig"]
+    for group in [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]:
+        (container,) = group["template"]["spec"]["containers"]
+        env = {one["name"]: one for one in container["env"]}
+        assert env["RAY_AUTH_MODE"]["value"] == "token"
+        assert env["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"] == "baton-ray-token"
+        has_rdma = "rdma/hca" in container["resources"]["limits"]
+        assert has_rdma == (group.get("groupName") in ("prefill", "decode"))
+        if has_rdma:
+            volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+            assert volumes["shm"]["emptyDir"]["sizeLimit"] == "32Gi"
+            assert volumes["hugepages"]["emptyDir"]["medium"] == "HugePages-2Mi"
+
+
+def test_the_image_copies_what_exists_and_runs_as_nobody_special() -> None:
+    lines = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", " ").splitlines()
+    steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
+    known = {"FROM", "ARG", "RUN", "ENV", "WORKDIR", "COPY", "USER", "EXPOSE", "CMD"}
+    assert {step[0] for step in steps} <= known
+    for name, rest in steps:
+        if name == "COPY" and not rest.startswith("--from"):
+            *sources, _ = rest.split()
+            assert all((ROOT / source).exists() for source in sources), rest
+    users = [rest for name, rest in steps if name == "USER"]
+    assert users and users[-1] not in ("root", "0")
