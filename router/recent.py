@@ -1,4 +1,4 @@
-"""The last requests that ended, kept for the dashboard, `baton trace` and trace exporters.
+"""The last requests that ended, kept for the dashboard.
 
 Knows moments and counts, never words. Bounded: what is older is forgotten.
 """
