@@ -52,11 +52,13 @@ class Ledger:
     def hold(self, replica: Replica, nonce: bytes) -> None:
         """Renew a ticket or reservation until `let_lapse` or `free`."""
         self._leases.append((replica, nonce))
+        replica.leases += 1
         self._house.leases.hold(replica, nonce)
 
     def let_lapse(self) -> None:
         """Renew nothing more: its new owner does, or nobody wants it."""
         for replica, nonce in self._leases:
+            replica.leases -= 1
             self._house.leases.drop(replica, nonce)
         self._leases.clear()
 

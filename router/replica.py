@@ -49,6 +49,7 @@ class Replica:
         self.load = Load(epoch=endpoint.epoch)
         self.heard_at = monotonic()
         self.is_leaving = False
+        self.leases = 0  # tickets and reservations of requests between two of their jobs
         self.assigned_tokens = 0
         self.granted_since_load = 0
         self.jobs = 0
@@ -135,5 +136,5 @@ class Replica:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call and no stream of ours is running there."""
-        return not self.jobs and not self.followers
+        """Whether no call, no stream and no lease of ours is there."""
+        return not (self.jobs or self.followers or self.leases)

@@ -13,7 +13,7 @@ from tests.support.sites import SETTINGS, standing
 SMALL = dataclasses.replace(
     SETTINGS,
     model=dataclasses.replace(SETTINGS.model, context=512),
-    router=dataclasses.replace(SETTINGS.router, max_choices=4, default_max_tokens=8),
+    router=dataclasses.replace(SETTINGS.router, max_choices=4, default_max_tokens=8, silent_s=10.0),
     testing=cs.TestingSettings(),
 )
 EXAMPLES = 150  # of right and of wrong bodies, each
