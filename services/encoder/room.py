@@ -25,7 +25,7 @@ from common.contract.messages import (
     Release,
     Renew,
 )
-from common.errors import ConfigError, HandoffRefused
+from common.errors import Cancelled, ConfigError, HandoffRefused
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
@@ -83,6 +83,7 @@ class EncoderRoom:
             tower, EmbedCache(arena), self.owner, settings.encoder, self.tally
         )
         self._arena = arena
+        self._in_hand: dict[str, bool] = {}  # jobs whose images are decoded, and whether wanted
 
     async def open(self, host: str) -> Endpoint:
         """Start the engine and listen on a free port of `host`."""
@@ -108,14 +109,23 @@ class EncoderRoom:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _encode(self, job: EncodeJob, caller: str) -> Message:
-        loop = asyncio.get_running_loop()
         prepared: dict[bytes, Prepared] = {}
+        self._in_hand[job.request] = True
+        try:
+            await self._prepare_all(job, prepared)
+            if not self._in_hand[job.request]:
+                raise Cancelled(f"request {job.request} was cancelled")
+        finally:
+            self._in_hand.pop(job.request, None)
+        return await asyncio.wrap_future(self.engine.submit(job, prepared, caller))
+
+    async def _prepare_all(self, job: EncodeJob, prepared: dict[bytes, Prepared]) -> None:
+        loop = asyncio.get_running_loop()
         for image, payload in zip(job.images, job.payloads, strict=True):
             if payload and key_of(image) not in prepared:
                 prepared[key_of(image)] = await loop.run_in_executor(
                     self._threads, self._prepare, payload, image
                 )
-        return await asyncio.wrap_future(self.engine.submit(job, prepared, caller))
 
     def _prepare(self, payload: bytes, image: ImageRef) -> Prepared:
         patches = prepare(payload, image, self._rules)
@@ -131,6 +141,8 @@ class EncoderRoom:
         return Done()
 
     async def _cancel(self, message: Cancel, caller: str) -> Message:
+        if message.request in self._in_hand:  # its images are still being decoded
+            self._in_hand[message.request] = False
         self.engine.cancel(message.request)
         return Done()
 
