@@ -138,7 +138,7 @@ class HandoffRefused(TransferError):
     """What arrived, or was promised, is not what was signed. `part` names it.
 
     Parts: model_print, layout_print, producer, epoch, nonce, lease, token_count, token_hash,
-    span:<kind>, digest:<kind>:<layer>, finite:<kind>, canary, reservation.
+    ranks, span:<kind>, digest:<kind>:<layer>, finite:<kind>, canary, reservation.
     """
 
     code = "handoff_refused"

@@ -17,9 +17,9 @@ from ray.serve.config import RequestRouterConfig
 from common.config.loading import as_tables, load_settings, parse_settings
 from common.config.scaling import ScalingSettings
 from common.config.settings import Settings
+from common.runtime.part import Plan
 from router.app import RouterReplica
 from services.decode.app import Decode
-from services.decode.ranks import mesh_of
 from services.encoder.app import Encoder
 from services.prefill.app import Prefill
 
@@ -103,7 +103,7 @@ def compose(settings: Settings) -> Application:
 def _room(kind: type, replicas: int, settings: Settings) -> Deployment:
     on_gpu = settings.model.device.startswith("cuda")
     resources = {"num_cpus": 0.5, "num_gpus": 1 if on_gpu else 0}
-    ranks = mesh_of(settings).world if kind is Decode else 1
+    ranks = 1 if kind is Encoder else Plan.of(settings, kind.__name__.lower()).mesh.world
     deployment: Deployment = serve.deployment(
         **_replicas(kind.__name__.lower(), replicas, settings.scaling),
         **_placement(ranks, resources),

@@ -149,6 +149,10 @@ class PrefillSettings:
     max_batch: int = 16  # most requests of one step
     landing_rows: int = 8192  # embedding rows of admitted prompts
     queue_limit: int = 256
+    # Of a replica of several ranks (docs/ranks.md); slots and pages are then a lane's.
+    tensor: int = 1
+    data: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         _positive(

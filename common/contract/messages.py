@@ -14,14 +14,14 @@ import msgspec
 
 from common.contract.base import Message as Message
 from common.contract.grammar import Grammar
-from common.contract.regions import PoolInfo, Span
+from common.contract.regions import Agent, PoolInfo, Span
 from common.contract.reports import Cached as Cached
 from common.contract.reports import Holdings as Holdings
 from common.contract.reports import Inventory as Inventory
 from common.contract.reports import Load as Load
 from common.contract.reports import Ping as Ping
 
-VERSION = 1
+VERSION = 2
 
 
 class Endpoint(Message, frozen=True, kw_only=True):
@@ -37,6 +37,7 @@ class Endpoint(Message, frozen=True, kw_only=True):
     pools: tuple[PoolInfo, ...]
     model_print: str
     layout_print: str
+    ranks: tuple[Agent, ...] = ()  # of a group, beside the leader: rank r is ranks[r - 1]
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -160,7 +161,10 @@ class Part(Message, frozen=True, kw_only=True):
 
 
 class Offer(Message, frozen=True, kw_only=True):
-    """First half of a cache ticket: where the request's memory lies."""
+    """First half of a cache ticket: where the request's memory lies.
+
+    The spans hold for each of `ranks`: each has its heads of the slots and a copy of the pages.
+    """
 
     nonce: bytes
     producer: str
@@ -169,6 +173,7 @@ class Offer(Message, frozen=True, kw_only=True):
     layout_print: str
     parts: tuple[Part, ...]
     lease_s: float
+    ranks: tuple[int, ...] = (0,)  # of its producer, in the order of their heads
 
 
 class Seal(Message, frozen=True, kw_only=True):

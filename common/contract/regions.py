@@ -17,6 +17,14 @@ class PoolInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     device: int  # -1 for host memory, else the CUDA ordinal
 
 
+class Agent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the memory of one rank of a replica is reached: its NIXL agent and its pools."""
+
+    name: str
+    metadata: bytes
+    pools: tuple[PoolInfo, ...]
+
+
 class Span(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A contiguous run of bytes of one pool."""
 

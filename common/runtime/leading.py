@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from common.config.settings import Settings
-from common.contract.messages import Endpoint
+from common.contract.regions import Agent
 from common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -26,22 +25,24 @@ from common.errors import (
     TransferError,
 )
 from common.ops.digest import Signature
-from common.parallel.mesh import Mesh
 from common.runtime.group import Leader
 from common.runtime.orders import (
     Abandon,
     Ended,
     Freed,
+    Here,
     Measure,
     Measured,
     Mirrored,
     Order,
     Pull,
+    Sign,
 )
-from common.runtime.part import first_word, read_part
-from common.transfer.link import Pair
+from common.runtime.part import Plan, first_word, read_part
+from common.transfer.link import Source
 
 POLL_S = 0.02  # how soon a wait for ranks notices a cancel
+MEET_S = 60.0  # for ranks that have met to say where their memory is
 GRACE_S = 2.0  # beyond a READ's own deadline, for its word to arrive
 ERRORS: dict[str, type[ServingError]] = {
     kind.code: kind for kind in (TransferError, DeadlineExceeded, Cancelled, RoomLost)
@@ -69,12 +70,9 @@ class Leading:
 
     def __init__(
         self,
-        settings: Settings,
-        mesh: Mesh,
+        plan: Plan,
         *,
         secret: str,
-        slots: int,
-        pages: int,
         starter: Starter,
         host: str = "127.0.0.1",
     ) -> None:
@@ -84,18 +82,19 @@ class Leading:
             ConfigError: the mesh does not divide the model, does not fit, or a rank is another's.
             RoomLost: a rank did not come, or ended.
         """
-        self.mesh = mesh
+        self.mesh = mesh = plan.mesh
         self._numbers = itertools.count(1)
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._lock = threading.Lock()
         self.on_lost: Callable[[str], None] | None = None
-        own = first_word(settings, mesh, 0, secret=secret, slots=slots, pages=pages)
+        self._agents: dict[int, Future[Agent]] = {r: Future() for r in range(1, mesh.world)}
+        own = first_word(plan, 0, secret=secret)
         self._leader = Leader(mesh.world, own, host)
         self._leader.on_order, self._leader.on_lost = self._answered, self._lost
         try:
             for rank in range(1, mesh.world):
                 starter.start(rank, host, self._leader.port)
-            part = read_part(settings, mesh, 0, slots=slots, pages=pages)  # while they read theirs
+            part = read_part(plan, 0)  # while they read theirs
             store = self._leader.gather(ended=starter.ended)
             self.memory = part.memory(partial(self._mirror, 0))
             for lane in range(1, mesh.data):
@@ -103,23 +102,25 @@ class Leading:
                 books.lanes = self.memory.lanes
                 self.memory.lanes.append(books)
             self.loaded = part.loaded(part.meet(store, self._leader.send))
+            agents = [self._agents[rank] for rank in range(1, mesh.world)]
+            self.agents = tuple(agent.result(MEET_S) for agent in agents)
         except Exception:
             self._leader.close()  # and with it every rank that has come
             raise
 
     def pull(
         self,
-        peer: Endpoint,
-        pairs: Mapping[int, Sequence[Pair]],
+        reads: Mapping[int, Sequence[Source]],
         deadline_s: float,
         on_free: Callable[[], None],
     ) -> list[Future[None]]:
         """Let ranks READ; `on_free` is called once for each when its destination is free again."""
         futures = []
-        for rank, own in pairs.items():
+        for rank, sources in reads.items():
             number = next(self._numbers)
             asked = self._ask(rank, number, on_free)
-            order = Pull(number=number, peer=peer, pairs=tuple(own), deadline_s=deadline_s)
+            posted = tuple((peer, tuple(pairs)) for peer, pairs in sources)
+            order = Pull(number=number, sources=posted, deadline_s=deadline_s)
             self._tell(rank, order)
             futures.append(asked.future)
         return futures
@@ -160,7 +161,7 @@ class Leading:
         """The ranks of a lane, the leader among those of the first."""
         return range(lane * self.mesh.tensor, (lane + 1) * self.mesh.tensor)
 
-    def measure(self, lane: int, make: Callable[[int], Measure]) -> list[Future[Signature]]:
+    def measure(self, lane: int, make: Callable[[int], Measure | Sign]) -> list[Future[Signature]]:
         """Let a lane's other ranks digest their memory; `make(number)` is the order."""
         futures = []
         for rank in filter(None, self.ranks(lane)):
@@ -173,9 +174,9 @@ class Leading:
         """End the group."""
         self._leader.close()
 
-    def _mirror(self, lane: int, what: str, first: int, second: int) -> None:
+    def _mirror(self, lane: int, what: str, *numbers: int) -> None:
         for rank in filter(None, self.ranks(lane)):
-            self._leader.tell(rank, Mirrored(what=what, first=first, second=second))
+            self._leader.tell(rank, Mirrored(what=what, numbers=numbers))
 
     def _ask(self, rank: int, number: int, on_free: Callable[[], None] | None) -> _Asked:
         asked = _Asked(on_free=on_free)
@@ -192,6 +193,10 @@ class Leading:
             self._lost(str(error), tell=False)
 
     def _answered(self, rank: int, order: Order) -> None:
+        if isinstance(order, Here):
+            with self._lock:
+                if not self._agents[rank].done():
+                    self._agents[rank].set_result(order.agent)
         if not isinstance(order, Ended | Freed | Measured):
             return
         with self._lock:
@@ -214,6 +219,9 @@ class Leading:
         with self._lock:
             left = list(self._asked.values())
             self._asked.clear()
+            for agent in self._agents.values():
+                if not agent.done():
+                    agent.set_exception(RoomLost(reason))
         for asked in left:
             if not asked.future.done():
                 asked.future.set_exception(RoomLost(reason))

@@ -14,7 +14,7 @@ from common.contract.regions import PoolInfo
 from common.model.batch import Memory
 from common.transfer.link import Link
 
-Mirror = Callable[[str, int, int], None]  # what, and its two numbers
+Mirror = Callable[..., None]  # what, and its numbers
 
 
 class TextMemory:
@@ -41,7 +41,7 @@ class TextMemory:
             dtype: of latents and convolution rows.
             device: of both.
             first_head: of the whole model, that this rank's heads start at.
-            mirror: called before a copy inside the pools, so that other ranks make it too.
+            mirror: called before a change inside the pools, so that other ranks make it too.
             lane: of a group, whose memory this is; on the meta device it only keeps the books of
                 memory that other ranks have.
         """
@@ -61,6 +61,22 @@ class TextMemory:
             link.register("conv", self.states.conv),
             link.register("latent", self.latents.pages),
         )
+
+    def begin(self, slot: int, nonce: bytes) -> None:
+        """Make a slot `nonce`'s, empty."""
+        self._tell("clear_slot", slot)
+        self.states.begin(slot, nonce)
+
+    def clear_slot(self, slot: int) -> None:
+        """Empty a slot; on ranks that keep no books."""
+        self.states.begin(slot, b"")
+
+    def sign_pages(self, first: int, *pages: int) -> None:
+        """Take and keep the digests of pages just filled, pages[0] being the request's `first`."""
+        if pages:
+            self._tell("sign_pages", first, *pages)
+        if not self.latents.pages.is_meta:
+            self.latents.sign(pages, first)
 
     def copy_slot(self, src: int, dst: int) -> None:
         """Copy one slot, header included."""
@@ -82,6 +98,6 @@ class TextMemory:
         self._tell("restore_row", page, row)
         self.latents.pages[page, :, row].copy_(self._kept.pop((page, row)))
 
-    def _tell(self, what: str, first: int, second: int) -> None:
+    def _tell(self, what: str, *numbers: int) -> None:
         if self._mirror is not None:
-            self._mirror(what, first, second)
+            self._mirror(what, *numbers)

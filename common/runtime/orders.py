@@ -12,10 +12,10 @@ import msgspec
 import torch
 
 from common.contract.messages import Endpoint
-from common.contract.regions import Span
+from common.contract.regions import Agent, Span
 from common.model.batch import Share, StepBatch
 
-VERSION = 1
+VERSION = 2
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -74,20 +74,24 @@ class Pass(Order, frozen=True, kw_only=True):
     lanes: tuple[tuple[ShareOrder, ...], ...]
 
 
-class Mirrored(Order, frozen=True, kw_only=True):
-    """A copy inside the pools that the leader makes too: a method of `TextMemory` by name."""
+class Here(Order, frozen=True, kw_only=True):
+    """A rank's pools are registered: how other processes reach them."""
 
-    what: str  # copy_slot, copy_page, keep_row or restore_row
-    first: int
-    second: int
+    agent: Agent
+
+
+class Mirrored(Order, frozen=True, kw_only=True):
+    """What happens inside the pools on the leader too: a method of `TextMemory` by name."""
+
+    what: str
+    numbers: tuple[int, ...]
 
 
 class Pull(Order, frozen=True, kw_only=True):
     """READ these (local, remote) spans; answered by `Ended`, later by `Freed`."""
 
     number: int
-    peer: Endpoint
-    pairs: tuple[tuple[Span, Span], ...]
+    sources: tuple[tuple[Endpoint, tuple[tuple[Span, Span], ...]], ...]
     deadline_s: float
 
 
@@ -121,6 +125,16 @@ class Measure(Order, frozen=True, kw_only=True):
     tokens: int
 
 
+class Sign(Order, frozen=True, kw_only=True):
+    """Digest what the passes before it made of a request; answered by `Measured`, in its turn."""
+
+    number: int
+    slot: int
+    canary_slot: int  # -1: none
+    pages: tuple[int, ...]  # full ones were signed when they were filled
+    tokens: int
+
+
 class Measured(Order, frozen=True, kw_only=True):
     """A rank's signature."""
 
@@ -142,12 +156,14 @@ AnyOrder = (
     | Ping
     | Pong
     | Pass
+    | Here
     | Mirrored
     | Pull
     | Abandon
     | Ended
     | Freed
     | Measure
+    | Sign
     | Measured
     | Failed
 )

@@ -41,27 +41,49 @@ PATIENCE_S = 15.0  # of a collective; weights are loaded and all ranks met befor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every rank of a replica is started with."""
+
+    settings: Settings
+    room: str  # "prefill" or "decode": the table with the axes and the sizes of the pools
+
+    mesh: Mesh
+    slots: int  # of a lane
+    pages: int
+
+    @classmethod
+    def of(cls, settings: Settings, room: str) -> Plan:
+        """The plan that a room's table names.
+
+        Raises:
+            ConfigError: its axes make no mesh.
+        """
+        table = settings.prefill if room == "prefill" else settings.decode
+        mesh = Mesh(tensor=table.tensor, data=table.data, expert=table.expert)
+        return cls(settings=settings, room=room, mesh=mesh, slots=table.slots, pages=table.pages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """One rank's weights, before it has met the others."""
 
     facts: Facts
-    mesh: Mesh
+    plan: Plan
     rank: int
-    slots: int
-    pages: int
     ops: Ops
     weights: TextWeights
 
     def memory(self, mirror: Mirror | None = None, lane: int | None = None) -> TextMemory:
         """Allocate this rank's pools; with `lane`, only the books of another lane's."""
-        spec = narrowed(self.facts.spec.text, self.mesh)
+        mesh = self.plan.mesh
+        spec = narrowed(self.facts.spec.text, mesh)
         return TextMemory(
             spec,
-            slots=self.slots,
-            pages=self.pages,
+            slots=self.plan.slots,
+            pages=self.plan.pages,
             dtype=self.facts.dtype,
             device=self.facts.device if lane is None else "meta",
-            first_head=self.mesh.seat(self.rank).tensor * spec.kda.num_heads,
+            first_head=mesh.seat(self.rank).tensor * spec.kda.num_heads,
             mirror=mirror,
             lane=lane or 0,
         )
@@ -69,9 +91,10 @@ class Part:
     def meet(self, store: Store, send: Callable[[Order], None] | None = None) -> GroupModel:
         """Join the group's collectives; all ranks do this together. `send` is the leader's."""
         backend = "nccl" if self.facts.device.type == "cuda" else "gloo"
-        axes = open_axes(self.mesh, self.rank, store, backend=backend, patience_s=PATIENCE_S)
+        mesh = self.plan.mesh
+        axes = open_axes(mesh, self.rank, store, backend=backend, patience_s=PATIENCE_S)
         text = self.facts.spec.text
-        team = join(self.mesh, self.rank, axes, text, device=self.facts.device)
+        team = join(mesh, self.rank, axes, text, device=self.facts.device)
         return GroupModel(
             text,
             self.weights,
@@ -92,17 +115,15 @@ class Part:
 FIELDS = dataclasses.fields(Facts)
 
 
-def first_word(
-    settings: Settings, mesh: Mesh, rank: int, *, secret: str, slots: int, pages: int
-) -> Join:
+def first_word(plan: Plan, rank: int, *, secret: str) -> Join:
     """How a rank will introduce itself; its memory is planned and judged before it is taken.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the rank's memory does not suffice.
     """
-    facts = load_facts(settings)
+    facts, mesh = load_facts(plan.settings), plan.mesh
     mesh.check(facts.spec.text)
-    wanted = planned_memory(facts, settings.model.dtype, mesh, slots=slots, pages=pages)
+    wanted = planned_memory(facts, plan)
     logger.info("memory of rank %d:\n%s", rank, "\n".join(wanted.lines()))
     wanted.check()
     return joining(
@@ -110,12 +131,15 @@ def first_word(
         rank=rank,
         world=mesh.world,
         model_print=facts.model_print,
-        layout_print=layout_of(facts.layout_print, slots=slots, pages=pages, mesh=mesh),
+        layout_print=layout_of(
+            f"{plan.room} {facts.layout_print}", slots=plan.slots, pages=plan.pages, mesh=mesh
+        ),
     )
 
 
-def read_part(settings: Settings, mesh: Mesh, rank: int, *, slots: int, pages: int) -> Part:
+def read_part(plan: Plan, rank: int) -> Part:
     """Read one rank's weights."""
+    settings = plan.settings
     facts = load_facts(settings)
     ops, _ = choose(
         settings.model.ops,
@@ -124,17 +148,16 @@ def read_part(settings: Settings, mesh: Mesh, rank: int, *, slots: int, pages: i
         dtype=facts.dtype,
         device=facts.device,
     )
-    shard = shard_of(mesh, rank, facts.spec.text)
+    shard = shard_of(plan.mesh, rank, facts.spec.text)
     weights = load_weights(
         facts.directory, facts.spec, dtype=facts.dtype, device=facts.device, shard=shard
     )
-    return Part(
-        facts=facts, mesh=mesh, rank=rank, slots=slots, pages=pages, ops=ops, weights=weights
-    )
+    return Part(facts=facts, plan=plan, rank=rank, ops=ops, weights=weights)
 
 
-def planned_memory(facts: Facts, dtype: str, mesh: Mesh, *, slots: int, pages: int) -> RankMemory:
+def planned_memory(facts: Facts, plan: Plan) -> RankMemory:
     """What the fullest rank will hold, against what its device has."""
+    dtype, mesh = plan.settings.model.dtype, plan.mesh
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(ITEM_BYTES)}")
     unpacked = dataclasses.replace(facts.spec, quantization=None)  # experts become values
@@ -144,8 +167,8 @@ def planned_memory(facts: Facts, dtype: str, mesh: Mesh, *, slots: int, pages: i
         tensor=mesh.tensor,
         data=mesh.data,
         expert=mesh.expert,
-        slots=slots,
-        pages=pages,
+        slots=plan.slots,
+        pages=plan.pages,
         available=device_memory(facts.device),
     )
 

@@ -2,24 +2,28 @@
 
 Passes and copies run in the main thread in the order they came; READs and digests in transfer
 threads beside them, as in a room. A leader that hangs up ends the process at once: nothing of a
-group outlives it.
+group outlives it. As a process: `python -m common.runtime.rank ROOM RANK HOST:PORT`, with the
+settings as JSON on standard input and the secret in BATON_SECRET.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
-from common.config.settings import Settings
+from common.config.loading import parse_settings, room_secret
+from common.contract.regions import Agent
 from common.errors import RoomLost, ServingError
 from common.ops.digest import Signature
-from common.parallel.mesh import Mesh
 from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
 from common.runtime.memory import TextMemory
@@ -28,6 +32,7 @@ from common.runtime.orders import (
     Ended,
     Failed,
     Freed,
+    Here,
     Measure,
     Measured,
     Mirrored,
@@ -36,14 +41,15 @@ from common.runtime.orders import (
     Ping,
     Pong,
     Pull,
+    Sign,
 )
-from common.runtime.part import first_word, read_part
+from common.runtime.part import Plan, first_word, read_part
 from common.transfer.nixl import NixlLink
 from common.transfer.receiver import Receiver
 
 log = logging.getLogger(__name__)
 SWEEP_S = 0.5
-MIRRORED = ("copy_slot", "copy_page", "keep_row", "restore_row")
+MIRRORED = ("clear_slot", "copy_slot", "copy_page", "keep_row", "restore_row", "sign_pages")
 
 
 class Rank:
@@ -71,7 +77,9 @@ class Rank:
             if isinstance(order, Pass):
                 self._model.obey(order, self._memory.tensors)
             elif isinstance(order, Mirrored) and order.what in MIRRORED:
-                getattr(self._memory, order.what)(order.first, order.second)
+                getattr(self._memory, order.what)(*order.numbers)
+            elif isinstance(order, Sign):
+                self._tell_signed(order.number, sign(self._memory, order))
             else:
                 raise ServingError(f"a rank cannot obey {type(order).__name__}")
         raise RoomLost("the leader is gone")
@@ -100,9 +108,8 @@ class Rank:
     def _pull(self, order: Pull) -> None:
         number = order.number
         try:
-            self._receiver.fetch(
-                order.peer,
-                order.pairs,
+            self._receiver.fetch_all(
+                order.sources,
                 order.deadline_s,
                 lambda: number in self._abandoned,
                 lambda: self._channel.send(Freed(number=number)),
@@ -114,8 +121,10 @@ class Rank:
         self._abandoned.discard(number)
 
     def _measure(self, order: Measure) -> None:
-        found = measure(self._memory, order)
-        self._channel.send(Measured(number=order.number, sums=found.sums, unsound=found.unsound))
+        self._tell_signed(order.number, measure(self._memory, order))
+
+    def _tell_signed(self, number: int, found: Signature) -> None:
+        self._channel.send(Measured(number=number, sums=found.sums, unsound=found.unsound))
 
     def _sweep(self) -> None:
         while True:
@@ -134,24 +143,28 @@ def measure(memory: TextMemory, order: Measure) -> Signature:
     return found
 
 
-def run_rank(
-    settings: Settings,
-    mesh: Mesh,
-    rank: int,
-    *,
-    secret: str,
-    leader: tuple[str, int],
-    slots: int,
-    pages: int,
-) -> None:
+def sign(memory: TextMemory, order: Sign) -> Signature:
+    """Digest a finished prompt's memory, after clearing the rest of its last page."""
+    states, latents = memory.states, memory.latents
+    latents.zero_rest(order.pages, order.tokens)
+    found = states.sign(order.slot) | latents.signed(order.pages, order.tokens)
+    if order.canary_slot >= 0:
+        found = found | states.sign(order.canary_slot, prefix="canary_")
+    return found
+
+
+def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> None:
     """Load, join, obey; ends the process when the group ends."""
-    join = first_word(settings, mesh, rank, secret=secret, slots=slots, pages=pages)
-    part = read_part(settings, mesh, rank, slots=slots, pages=pages)
+    settings = plan.settings
+    join = first_word(plan, rank, secret=secret)
+    part = read_part(plan, rank)
     channel, store = enter(*leader, join)
     try:
         memory = part.memory()
         link = NixlLink(f"rank-{rank}-{time.time_ns()}", transports=settings.transfer.transports)
-        memory.register(link)
+        pools = memory.register(link)
+        agent = Agent(name=link.agent, metadata=link.metadata(), pools=pools)
+        channel.send(Here(agent=agent))
         receiver = Receiver(
             link, quarantine_bound=settings.transfer.quarantine_bound, verifying=False
         )
@@ -160,3 +173,14 @@ def run_rank(
         log.error("rank %d ends: %s", rank, error)
         channel.send(Failed(reason=str(error)))
         os._exit(3)
+
+
+def serve(tables: dict[str, Any], room: str, rank: int, leader: str, secret: str) -> None:
+    """Be a rank of a room's replica, whose leader listens at "host:port"; ends the process."""
+    host, _, port = leader.rpartition(":")
+    settings = parse_settings(tables, source="the leader's settings")
+    run_rank(Plan.of(settings, room), rank, secret=secret, leader=(host, int(port)))
+
+
+if __name__ == "__main__":
+    serve(json.load(sys.stdin), sys.argv[1], int(sys.argv[2]), sys.argv[3], room_secret())

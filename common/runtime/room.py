@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from common.contract.messages import AnyMessage, Done, Endpoint, Message, Release, Renew
-from common.contract.regions import PoolInfo
+from common.contract.regions import Agent, PoolInfo
 from common.errors import InvalidRequest, RoomLost, ServingError
 from common.runtime.identity import Identity
 from common.transfer.link import Link
@@ -153,8 +153,9 @@ def describe(
     port: int,
     link: Link,
     pools: tuple[PoolInfo, ...],
+    ranks: tuple[Agent, ...] = (),
 ) -> Endpoint:
-    """The endpoint of a replica whose pools are registered."""
+    """The endpoint of a replica whose pools are registered; `ranks` are those beside a leader."""
     return Endpoint(
         room=room.name,
         id=room.id,
@@ -166,6 +167,7 @@ def describe(
         pools=pools,
         model_print=identity.model_print,
         layout_print=identity.layout_print,
+        ranks=ranks,
     )
 
 

@@ -12,16 +12,18 @@ from pathlib import Path
 from common.config.settings import Settings
 from common.contract.messages import EmbedTicket, Endpoint, Offer
 from common.contract.protocol import lease_left
-from common.contract.regions import PoolInfo
+from common.contract.regions import Agent, PoolInfo
 from common.errors import Cancelled, RoomLost
 from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
-from common.runtime.leading import Leading
+from common.runtime.leading import Leading, Starter
 from common.runtime.loaded import load_text
 from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
+from common.runtime.part import Plan
+from common.runtime.ranks import LocalRanks
 from common.runtime.room import Room, describe
 from common.transfer.measured import MeasuredReceiver
 from common.transfer.nixl import NixlLink
@@ -41,15 +43,20 @@ class TextRoom:
         *,
         secret: str,
         replica: str,
-        slots: int,
-        pages: int,
-        leading: Leading | None = None,
+        starter: Starter | None = None,
+        host: str = "127.0.0.1",
     ) -> None:
         """Load the model and register the pools; takes seconds.
 
-        With `leading` the replica is a group, whose leader has loaded its part already.
+        A replica of several ranks has its leader here, which the others reach at `host`; `starter`
+        starts them, as processes of this host when nothing else is given.
         """
-        self.leading = leading
+        plan = Plan.of(settings, name)
+        self._local = LocalRanks(settings, name, secret)
+        self.leading: Leading | None = None
+        if plan.mesh.world > 1:
+            self.leading = Leading(plan, secret=secret, starter=starter or self._local, host=host)
+        leading = self.leading
         self.loaded = loaded = load_text(settings) if leading is None else leading.loaded
         self.room = room = Room(name, secret=secret, replica=replica)
         self.tally = Tally()
@@ -64,7 +71,11 @@ class TextRoom:
         self.link = NixlLink(f"{room.id}-{room.epoch}", transports=transfer.transports)
         self.memory = (
             TextMemory(
-                loaded.spec.text, slots=slots, pages=pages, dtype=loaded.dtype, device=loaded.device
+                loaded.spec.text,
+                slots=plan.slots,
+                pages=plan.pages,
+                dtype=loaded.dtype,
+                device=loaded.device,
             )
             if leading is None
             else leading.memory
@@ -90,9 +101,10 @@ class TextRoom:
         engine.start()
         if self.leading is not None:
             self.leading.on_lost = partial(_end, engine, self.room)
+        ranks: tuple[Agent, ...] = () if self.leading is None else self.leading.agents
+        own = (self.link, self.pools, ranks)
         return await self.room.open(
-            host,
-            lambda at, port: describe(self.room, self.identity, at, port, self.link, self.pools),
+            host, lambda at, port: describe(self.room, self.identity, at, port, *own)
         )
 
     async def stop(self, engine: EngineLoop) -> None:
@@ -101,6 +113,7 @@ class TextRoom:
         await asyncio.to_thread(engine.stop)
         if self.leading is not None:
             self.leading.close()
+        await asyncio.to_thread(self._local.close)
         self.threads.shutdown(wait=False, cancel_futures=True)
         self.grammars.close()
 

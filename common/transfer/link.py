@@ -19,12 +19,14 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
+from msgspec.structs import replace
 
 from common.contract.messages import Endpoint
 from common.contract.regions import PoolInfo, Span
 from common.errors import TransferError
 
 Pair = tuple[Span, Span]  # (local, remote), of equal size
+Source = tuple[Endpoint, Sequence[Pair]]  # what is READ from one peer
 
 
 class Read(Protocol):
@@ -39,6 +41,56 @@ class Read(Protocol):
 
     def release(self) -> None:
         """Let go of the handle. Only after the end that `poll` reported; before, RuntimeError."""
+
+
+class Together:
+    """READs from several peers as one: it ends when none is in progress any more."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self._open: list[Read] = []
+        self._ended: list[Read] = []
+        self._failure: TransferError | None = None
+
+    def post(self, link: Link, sources: Iterable[Source]) -> Together:
+        """Post one READ a peer.
+
+        Raises:
+            TransferError: one was refused, and none is in progress. Where others are, the refusal
+                is what `poll` raises when they ended.
+        """
+        try:
+            for peer, pairs in sources:
+                link.connect(peer)
+                self._open.append(link.read(peer, pairs))
+        except TransferError as failure:
+            if not self._open:
+                raise
+            self._failure = failure
+        return self
+
+    def poll(self) -> bool:
+        """See `Read`."""
+        waiting, self._open = self._open, []
+        for read in waiting:
+            try:
+                (self._ended if read.poll() else self._open).append(read)
+            except TransferError as failure:
+                self._ended.append(read)
+                self._failure = self._failure or failure
+        if self._open:
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def release(self) -> None:
+        """See `Read`."""
+        if self._open:
+            raise RuntimeError("a READ in progress cannot be released")
+        ended, self._ended = self._ended, []
+        for read in ended:
+            read.release()
 
 
 class Link(Protocol):
@@ -73,6 +125,27 @@ class Link(Protocol):
             TransferError: not connected in this epoch, a span outside its pool, a pair of unequal
                 sizes, or the transport refused.
         """
+
+
+def at_rank(replica: Endpoint, rank: int) -> Endpoint:
+    """One rank of a replica as a peer of its own; rank 0 is the leader, whose endpoint it is.
+
+    Raises:
+        TransferError: the replica has no such rank.
+    """
+    if rank == 0:
+        return replica
+    if not 0 < rank <= len(replica.ranks):
+        raise TransferError(f"{replica.id} has {1 + len(replica.ranks)} ranks and no rank {rank}")
+    agent = replica.ranks[rank - 1]
+    return replace(
+        replica,
+        id=f"{replica.id}/{rank}",
+        agent=agent.name,
+        agent_metadata=agent.metadata,
+        pools=agent.pools,
+        ranks=(),
+    )
 
 
 def pool_of(pools: Iterable[PoolInfo], span: Span, whose: str) -> PoolInfo:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from common.contract.messages import Endpoint
 from common.errors import ServingError
 from common.observe.metrics import Tally
 from common.ops.digest import Signature
-from common.transfer.link import Link, Pair
+from common.transfer.link import Link, Source
 from common.transfer.receiver import Receiver
 
 
@@ -23,23 +22,22 @@ class MeasuredReceiver(Receiver):
         super().__init__(link, quarantine_bound=quarantine_bound, verifying=verifying)
         self._tally = tally
 
-    def fetch(
+    def fetch_all(
         self,
-        peer: Endpoint,
-        pairs: Sequence[Pair],
+        sources: Sequence[Source],
         deadline_s: float,
         cancelled: Callable[[], bool],
         on_free: Callable[[], None],
     ) -> None:
-        """As `Receiver.fetch`; a READ that did not complete counts as an error, by its code."""
+        """As `Receiver.fetch_all`; a READ that did not complete counts as an error, by its code."""
         started = time.perf_counter()
         try:
-            super().fetch(peer, pairs, deadline_s, cancelled, on_free)
+            super().fetch_all(sources, deadline_s, cancelled, on_free)
         except ServingError as error:
             self._tally.add("baton_transfer_errors_total", code=error.code)
             raise
         self._tally.observe("baton_pull_seconds", time.perf_counter() - started)
-        moved = sum(local.size for local, _ in pairs)
+        moved = sum(local.size for _, pairs in sources for local, _ in pairs)
         self._tally.add("baton_pulled_bytes_total", float(moved))
 
     def verify(self, signed: Mapping[str, int], measure: Callable[[], Signature]) -> None:

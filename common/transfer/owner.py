@@ -53,7 +53,12 @@ class Owner:
         self._lock = threading.Lock()
 
     def offer(
-        self, request: str, parts: Sequence[Part], on_end: OnEnd, probe: bool = False
+        self,
+        request: str,
+        parts: Sequence[Part],
+        on_end: OnEnd,
+        probe: bool = False,
+        ranks: tuple[int, ...] = (0,),
     ) -> Offer:
         """Give out the first half of a cache ticket: where a request's memory lies."""
         offer = Offer(
@@ -64,6 +69,7 @@ class Owner:
             layout_print=self.layout_print,
             parts=tuple(parts),
             lease_s=self.lease_s,
+            ranks=ranks,
         )
         self._add(offer.nonce, State.OFFERED, request, probe, on_end, offer)
         return offer

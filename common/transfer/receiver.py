@@ -17,11 +17,12 @@ from common.contract.messages import CacheTicket, EmbedTicket, Endpoint
 from common.contract.protocol import RULES, Event, Rules, State, may_read, step
 from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
 from common.ops.digest import Signature
-from common.transfer.link import Link, Pair, Read
+from common.transfer.link import Link, Pair, Read, Source, Together, at_rank
 from common.transfer.verify import (
     Extent,
     check_images,
     check_origin,
+    check_ranks,
     check_spans,
     check_tokens,
     match,
@@ -96,7 +97,7 @@ class Receiver:
             layout_print: this room's.
             num_tokens: tokens the state must stand for.
             token_hash: their hash.
-            expected: bytes each kind must cover.
+            expected: bytes each kind must cover on each of the ticket's ranks.
             lease_left_s: what the owner's last renewal leaves; None: the ticket came this moment.
 
         Raises:
@@ -108,7 +109,9 @@ class Receiver:
         self._take(offer.nonce, offer.epoch, producer)
         self._check_lease(offer.lease_s if lease_left_s is None else lease_left_s)
         check_tokens(ticket, num_tokens=num_tokens, token_hash=token_hash)
-        check_spans(spans_of(ticket), producer, expected)
+        check_ranks(offer, producer)
+        for rank in offer.ranks:
+            check_spans(spans_of(ticket), at_rank(producer, rank), expected)
 
     def check_embeds(
         self,
@@ -135,11 +138,20 @@ class Receiver:
         cancelled: Callable[[], bool],
         on_free: Callable[[], None],
     ) -> None:
-        """READ all pairs (local, remote) and return when every byte is here.
+        """READ all pairs of one peer; see `fetch_all`."""
+        self.fetch_all([(peer, pairs)], deadline_s, cancelled, on_free)
+
+    def fetch_all(
+        self,
+        sources: Sequence[Source],
+        deadline_s: float,
+        cancelled: Callable[[], bool],
+        on_free: Callable[[], None],
+    ) -> None:
+        """READ all pairs (local, remote) of all peers and return when every byte is here.
 
         Args:
-            peer: whose memory.
-            pairs: local and remote spans of equal size.
+            sources: peers, and for each the local and remote spans of equal size.
             deadline_s: seconds this may take.
             cancelled: asked while waiting.
             on_free: called exactly once, when nobody writes into the local spans any more. That is
@@ -152,13 +164,12 @@ class Receiver:
         """
         until = self._clock() + deadline_s
         try:
-            self._link.connect(peer)
-            read = self._link.read(peer, pairs)
+            read = Together().post(self._link, sources)
         except TransferError:
             on_free()
             raise
         destination = _Destination(self._after(State.HELD, Event.POST), read, on_free)
-        pause = _FIRST_PAUSE_S
+        pause, named = _FIRST_PAUSE_S, ", ".join(peer.id for peer, _ in sources)
         while not self._ends(destination):
             late = self._clock() >= until
             if late or cancelled():
@@ -166,8 +177,8 @@ class Receiver:
                 with self._lock:
                     self._quarantine.append(destination)
                 if late:
-                    raise DeadlineExceeded(f"a READ from {peer.id} took over {deadline_s:.1f} s")
-                raise Cancelled(f"cancelled while reading from {peer.id}")
+                    raise DeadlineExceeded(f"a READ from {named} took over {deadline_s:.1f} s")
+                raise Cancelled(f"cancelled while reading from {named}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 

@@ -15,7 +15,7 @@ from common.config.spec import TextSpec
 from common.contract.regions import Span
 from common.errors import ConfigError, HandoffRefused
 from common.ops.digest import Signature
-from common.transfer.link import Pair
+from common.transfer.link import Pair, pair_spans
 
 STATE_ITEM = 4  # bytes of a value of recurrent state
 REPLICATED = "latent"  # the kind that every tensor rank holds whole
@@ -112,6 +112,39 @@ def pairs_by_source(
         )
         pairs.setdefault(part.source, []).append(pair)
     return pairs
+
+
+def reads_of(
+    memory: Mapping[str, HeadMemory],
+    local: Mapping[str, Sequence[Span]],
+    remote: Mapping[str, Sequence[Span]],
+    *,
+    sources: int,
+    targets: int,
+    target: int,
+) -> dict[int, list[Pair]]:
+    """Everything that one of `targets` ranks READs of a request, by source position.
+
+    Args:
+        memory: of `slot_memory`.
+        local: the receiver's spans by kind, "canary_" kinds among them.
+        remote: a ticket's, which hold on every source rank.
+        sources: ranks of the sending side.
+        targets: ranks of the receiving side.
+        target: this one.
+    """
+    found: dict[int, list[Pair]] = {}
+    for kind, spans in local.items():
+        if kind == REPLICATED:
+            copy = copy_read(sources=sources, targets=targets, target=target)
+            found.setdefault(copy, []).extend(pair_spans(spans, remote[kind]))
+            continue
+        cut = memory[kind.removeprefix("canary_")]
+        table = slices(cut, sources=sources, targets=targets, target=target)
+        slots = [remote[kind][0]] * sources  # at the same place on every rank
+        for source, pairs in pairs_by_source(table, spans[0], slots).items():
+            found.setdefault(source, []).extend(pairs)
+    return found
 
 
 def whole(shards: Sequence[Signature]) -> Signature:

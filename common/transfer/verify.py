@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.contract.messages import CacheTicket, EmbedTicket, Endpoint
+from common.contract.messages import CacheTicket, EmbedTicket, Endpoint, Offer
 from common.contract.regions import Span
 from common.errors import HandoffRefused, TransferError
 from common.ops.digest import Signature
@@ -58,6 +58,21 @@ def check_tokens(ticket: CacheTicket, *, num_tokens: int, token_hash: bytes) -> 
     """
     _same("token_count", ticket.seal.num_tokens, num_tokens)
     _same("token_hash", ticket.seal.token_hash.hex(), token_hash.hex())
+
+
+def check_ranks(offer: Offer, producer: Endpoint) -> None:
+    """Refuse a ticket of ranks that its producer does not have, or that are no neighbours.
+
+    Raises:
+        HandoffRefused: ranks.
+    """
+    first, count = min(offer.ranks, default=0), len(offer.ranks)
+    if not count or offer.ranks != tuple(range(first, first + count)):
+        raise HandoffRefused("ranks", f"{list(offer.ranks)} are no run of neighbours")
+    if first < 0 or first + count > 1 + len(producer.ranks):
+        raise HandoffRefused(
+            "ranks", f"it names {list(offer.ranks)}, its producer has {1 + len(producer.ranks)}"
+        )
 
 
 def check_spans(

@@ -7,7 +7,7 @@ what became of the READ is told through `read_ended`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from common.contract.messages import DecodeJob
@@ -20,8 +20,9 @@ from common.ops.digest import Signature
 from common.runtime.identity import Identity
 from common.runtime.memory import TextMemory
 from common.runtime.text_room import Claim
-from common.transfer.link import Pair, pair_spans
+from common.transfer.link import Source, at_rank
 from common.transfer.receiver import Receiver
+from common.transfer.slices import HeadMemory, reads_of
 from common.transfer.verify import Extent, spans_of
 from services.decode.held import Held
 
@@ -51,17 +52,19 @@ class Intake:
         identity: Identity,
         grammars: GrammarShelf,
         *,
+        whole: Mapping[str, HeadMemory],
         deadline_s: float,
         claim: Claim,
         tamper: Tamper | None = None,
     ) -> None:
-        """`claim` renews a ticket at its owner; `tamper` changes bytes between DONE and
-        verification, only with [testing].
+        """`whole` is the memory of a slot over all ranks; `claim` renews a ticket at its owner;
+        `tamper` changes bytes between DONE and verification, only with [testing].
         """
+        self._whole = whole
         self._memory, self._receiver, self._identity = memory, receiver, identity
         self._grammars = grammars
         self._deadline_s, self._claim, self.tamper = deadline_s, claim, tamper
-        self.readers = 1  # READs of one hand-off, each of which ends for itself
+        self.readers = 1  # ranks that READ a hand-off, each of which ends for itself
 
     def take(
         self, held: Held, job: DecodeJob, posted: float, read_ended: Callable[[], None]
@@ -75,12 +78,12 @@ class Intake:
         """
         started = time.monotonic()
         try:
-            pairs = self._checked(held, job)
+            reads = self._checked(held, job)
         except ServingError:
             for _ in range(self.readers):
                 read_ended()
             raise
-        self._read(held, job, pairs, min(self._deadline_s, job.deadline_s), read_ended)
+        self._read(held, reads, min(self._deadline_s, job.deadline_s), read_ended)
         pulled = time.monotonic()
         if self.tamper is not None:
             self.tamper(held, self._memory)
@@ -90,48 +93,56 @@ class Intake:
         now = time.monotonic()
         return Times(wait_s=started - posted, pull_s=pulled - started, verify_s=now - pulled)
 
-    def _checked(self, held: Held, job: DecodeJob) -> list[list[Pair]]:
-        """Check the ticket; what each reader READs."""
-        states, latents = self._memory.states, self._memory.latents
-        expected = {
-            "state": Extent(unit=states.state_bytes, count=1),
-            "conv": Extent(unit=states.conv_bytes, count=1),
-            "latent": Extent(unit=latents.page_bytes, count=len(held.prompt_pages)),
-        }
-        local = self._check(held, job, expected)
-        remote = spans_of(job.ticket)
-        return [[pair for kind in local for pair in pair_spans(local[kind], remote[kind])]]
+    def _checked(self, held: Held, job: DecodeJob) -> list[list[Source]]:
+        """Check the ticket; what each reader READs, of which ranks of the producer."""
+        ranks = job.ticket.offer.ranks
+        if not ranks or any(kind.heads % len(ranks) for kind in self._whole.values()):
+            raise HandoffRefused("ranks", f"{len(ranks)} ranks do not divide the model's heads")
+        local, remote = self._check(held, job), spans_of(job.ticket)
+        return [
+            [
+                (at_rank(job.producer, ranks[source]), pairs)
+                for source, pairs in reads_of(
+                    self._whole,
+                    local,
+                    remote,
+                    sources=len(ranks),
+                    targets=self.readers,
+                    target=reader,
+                ).items()
+            ]
+            for reader in range(self.readers)
+        ]
 
     def _read(
         self,
         held: Held,
-        job: DecodeJob,
-        pairs: list[list[Pair]],
+        reads: list[list[Source]],
         deadline_s: float,
         read_ended: Callable[[], None],
     ) -> None:
         """READ everything; `read_ended` is called once for each reader."""
-        self._receiver.fetch(
-            job.producer, pairs[0], deadline_s, lambda: held.stage != "fetching", read_ended
-        )
+        self._receiver.fetch_all(reads[0], deadline_s, lambda: held.stage != "fetching", read_ended)
 
     def _verify(self, held: Held, job: DecodeJob) -> None:
         """Compare what arrived with what was signed, and clear what lies behind it."""
         self._receiver.verify(job.ticket.seal.digests, lambda: self._measure(held))
         self._memory.latents.zero_rest(held.prompt_pages, held.reserve.prompt_tokens)
 
-    def _check(
-        self, held: Held, job: DecodeJob, expected: dict[str, Extent]
-    ) -> dict[str, list[Span]]:
+    def _check(self, held: Held, job: DecodeJob) -> dict[str, list[Span]]:
         """Renew and check the ticket, canary included; this rank's own spans by kind."""
         states, latents = self._memory.states, self._memory.latents
+        expected = {  # on each of the producer's ranks
+            kind: Extent(unit=memory.slot_bytes(len(job.ticket.offer.ranks)), count=1)
+            for kind, memory in self._whole.items()
+        }
+        expected["latent"] = Extent(unit=latents.page_bytes, count=len(held.prompt_pages))
         left_s = self._claim(job.producer, job.ticket.offer, lambda: held.stage != "fetching")
         if len(job.token_ids) != held.reserve.prompt_tokens:
             raise HandoffRefused(
                 "token_count",
                 f"{held.reserve.prompt_tokens} tokens were reserved, {len(job.token_ids)} came",
             )
-        expected = dict(expected)
         local = {kind: [span] for kind, span in states.span(held.slots[0]).items()}
         local["latent"] = list(latents.spans(held.prompt_pages))
         if held.canary_slot >= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from common.config.settings import Settings
 from common.contract.messages import (
@@ -22,11 +23,12 @@ from common.contract.messages import (
     TokenFrame,
 )
 from common.errors import CapacityError
-from common.runtime.leading import Leading, Starter
+from common.runtime.leading import Starter
 from common.runtime.text_room import TextRoom
+from common.transfer.slices import slot_memory
 from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
-from services.decode.ranks import GroupIntake, LocalRanks, mesh_of
+from services.decode.ranks import GroupIntake
 
 
 class DecodeRoom(TextRoom):
@@ -43,49 +45,19 @@ class DecodeRoom(TextRoom):
     ) -> None:
         """Load the model and register the pools; takes seconds.
 
-        Of several ranks this process is the leader, which the others reach at `host`; `starter`
-        starts them, as processes of this host when nothing else is given.
+        `starter` and `host` are those of `TextRoom`.
         """
-        mesh, leading = mesh_of(settings), None
-        self._local = LocalRanks(settings, secret)
-        if mesh.world > 1:
-            leading = Leading(
-                settings,
-                mesh,
-                secret=secret,
-                slots=settings.decode.slots,
-                pages=settings.decode.pages,
-                starter=starter or self._local,
-                host=host,
-            )
         super().__init__(
-            "decode",
-            settings,
-            secret=secret,
-            replica=replica,
-            slots=settings.decode.slots,
-            pages=settings.decode.pages,
-            leading=leading,
+            "decode", settings, secret=secret, replica=replica, starter=starter, host=host
         )
-        transfer = settings.transfer
-        self.intake = (
-            Intake(
-                self.memory,
-                self.receiver,
-                self.identity,
-                self.grammars,
-                deadline_s=transfer.deadline_s,
-                claim=self.claim,
-            )
-            if leading is None
-            else GroupIntake(
-                leading,
-                self.receiver,
-                self.identity,
-                self.grammars,
-                deadline_s=transfer.deadline_s,
-                claim=self.claim,
-            )
+        transfer, loaded = settings.transfer, self.loaded
+        own = (self.memory, self.receiver, self.identity, self.grammars)
+        intake = Intake if self.leading is None else partial(GroupIntake, self.leading)
+        self.intake = intake(
+            *own,
+            whole=slot_memory(loaded.spec.text, loaded.dtype.itemsize),
+            deadline_s=transfer.deadline_s,
+            claim=self.claim,
         )
         self.engine = DecodeEngine(
             self.loaded.model,
@@ -119,7 +91,6 @@ class DecodeRoom(TextRoom):
     async def close(self) -> None:
         """Stop listening, then computing."""
         await self.stop(self.engine.loop)
-        await asyncio.to_thread(self._local.close)
 
     async def load(self, message: Ping, caller: str) -> Load:
         """How busy this replica is."""

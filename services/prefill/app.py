@@ -10,6 +10,7 @@ from ray import serve
 from common.config.loading import parse_settings
 from common.runtime.replica import RoomReplica
 from services.prefill.room import PrefillRoom
+from services.ranks import Ranks
 
 
 class Prefill(RoomReplica):
@@ -19,9 +20,11 @@ class Prefill(RoomReplica):
         """`tables` are the settings as plain dictionaries."""
         settings = parse_settings(tables, source="the application's settings")
         replica = serve.get_replica_context().replica_tag
+        host = settings.server.room_host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        ranks = Ranks(tables, "prefill", secret)
         super().__init__(
-            lambda: PrefillRoom(settings, secret=secret, replica=replica),
-            settings.server.room_host or str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]
+            lambda: PrefillRoom(settings, secret=secret, replica=replica, starter=ranks, host=host),
+            host,
             settings.server.drain_s,
             settings.scaling.window_s,
         )

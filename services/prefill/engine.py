@@ -37,9 +37,9 @@ from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
 from common.transfer.owner import Owner
 from services.prefill.embeds import EmbedPuller
-from services.prefill.publish import Finished, publish
+from services.prefill.publish import Finished, Signer, publish
 from services.prefill.scheduler import Progress, plan_step
-from services.prefill.work import Work, share_of
+from services.prefill.work import Work, roomiest, share_of
 
 Plant = Callable[[list[tuple[Work, int]], TextMemory], None]
 
@@ -56,10 +56,11 @@ class PrefillEngine:
         owner: Owner,
         settings: PrefillSettings,
         tally: Tally,
+        signer: Signer,
     ) -> None:
         """Build the engine; `loop.start()` begins."""
         self._model, self._memory, self._puller = model, memory, puller
-        self._grammars = grammars
+        self._grammars, self._signer = grammars, signer
         self._owner, self._settings, self._tally = owner, settings, tally
         self.plant: Plant | None = None  # a test's: called with a step's shares before it
         self._works: list[Work] = []  # oldest first; ended ones are removed
@@ -118,7 +119,7 @@ class PrefillEngine:
         self.loop.post(go_on)
 
     def _refuse_impossible(self, work: Work) -> None:
-        job, pages = work.job, self._memory.pages.total
+        job, pages = work.job, self._memory.pages.total  # of every lane
         if not job.token_ids:
             raise InvalidRequest("the prompt is empty")
         if pages_of(work.total) > pages:
@@ -169,7 +170,8 @@ class PrefillEngine:
             if work.stage != "queued":
                 continue
             slots, pages = 1 + work.job.canary, pages_of(work.total)
-            if self._memory.slots.free < slots or self._memory.pages.free < pages:
+            memory = roomiest(self._memory.lanes, slots, pages)
+            if memory is None:
                 return
             if work.job.image_offsets:
                 try:
@@ -180,10 +182,10 @@ class PrefillEngine:
                     self._end(work, error)
                     return
                 work.pull.future.add_done_callback(partial(self._pulled, work))
-            taken = self._memory.slots.take(slots)
+            work.lane, taken = memory, memory.slots.take(slots)
             work.slot, work.canary_slot = taken[0], taken[1] if work.job.canary else -1
-            work.pages = self._memory.pages.take(pages)
-            self._memory.states.begin(work.slot, work.nonce)
+            work.pages = memory.pages.take(pages)
+            memory.begin(work.slot, work.nonce)
             work.stage = "fetching" if work.pull is not None else "running"
             work.started = time.monotonic()
 
@@ -214,25 +216,25 @@ class PrefillEngine:
         """Before the last share: leave the state before the last token in the canary's slot."""
         if work.canary_slot < 0 or work.limit != work.total:
             return
-        states = self._memory.states
-        states.copy(work.slot, work.canary_slot)
+        work.memory.copy_slot(work.slot, work.canary_slot)
         count = work.total - 1 - work.done
         if count:
             share = share_of(work, work.canary_slot, count, want_logits=False)
             batch = StepBatch(kind="chunks", shares=(share,))
             self._model.forward(batch, self._memory.tensors)
-            states.advance(work.canary_slot, work.nonce, count)
+            work.memory.states.advance(work.canary_slot, work.nonce, count)
 
     def _absorb(self, work: Work, count: int) -> None:
-        self._memory.states.advance(work.slot, work.nonce, count)
+        work.memory.states.advance(work.slot, work.nonce, count)
         first, last = work.done // CHUNK, (work.done + count) // CHUNK
-        self._memory.latents.sign(work.pages[first:last], first)
+        work.memory.sign_pages(first, *work.pages[first:last])
         work.done += count
         self._tally.add("baton_prefill_tokens_total", float(count))
 
     def _publish(self, work: Work, logits: Tensor) -> None:
         finished = Finished(
             job=work.job,
+            memory=work.memory,
             nonce=work.nonce,
             slot=work.slot,
             canary_slot=work.canary_slot,
@@ -243,7 +245,7 @@ class PrefillEngine:
         )
         on_end: Callable[[str], None] = partial(self._ticket_ended, work)
         try:
-            ticket = publish(finished, logits, self._memory, self._owner, on_end)
+            ticket = publish(finished, logits, self._signer, self._owner, on_end)
         except ServingError as error:
             if error.code == "non_finite":
                 self._tally.add("baton_poisoned_total")
@@ -288,8 +290,8 @@ class PrefillEngine:
         if work.pull is not None:
             work.pull.let_go("request")
         if work.slot >= 0:
-            self._memory.slots.give(s for s in (work.slot, work.canary_slot) if s >= 0)
-            self._memory.pages.give(work.pages)
+            work.memory.slots.give(s for s in (work.slot, work.canary_slot) if s >= 0)
+            work.memory.pages.give(work.pages)
 
     def _fail_all(self, error: BaseException) -> None:
         for work in list(self._works):

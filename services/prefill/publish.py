@@ -15,11 +15,19 @@ from common.contract.messages import CacheTicket, Part, PrefillJob, Seal, TokenO
 from common.contract.prefixes import token_hash
 from common.errors import PoisonedState, ServingError
 from common.grammar.library import Matcher
+from common.ops.digest import Signature
+from common.runtime.leading import Leading
 from common.runtime.memory import TextMemory
+from common.runtime.orders import Sign
+from common.runtime.rank import sign
 from common.sampling.sampler import Row, mask_of, sample
 from common.transfer.owner import Owner
+from common.transfer.slices import whole
 
 CANARY_TOP = 8  # logits a canary is compared on
+
+
+SIGN_S = 10.0  # for the ranks of a lane to digest a request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +36,7 @@ class Finished:
 
     job: PrefillJob
     nonce: bytes
+    memory: TextMemory  # where its state and pages lie
     slot: int
     canary_slot: int
     pages: tuple[int, ...]
@@ -36,10 +45,45 @@ class Finished:
     matcher: Matcher | None = None  # at the answer's beginning
 
 
+class Signer:
+    """Digests a finished request's memory: here, and on the other ranks of its lane."""
+
+    def __init__(self, leading: Leading | None = None) -> None:
+        """`leading` is the group's, where the replica is one."""
+        self._leading = leading
+
+    def ranks(self, memory: TextMemory) -> tuple[int, ...]:
+        """Who holds a lane's memory."""
+        return (0,) if self._leading is None else tuple(self._leading.ranks(memory.lane))
+
+    def sign(self, work: Finished) -> Signature:
+        """The digests of the whole layers; waits for the ranks.
+
+        Raises:
+            HandoffRefused: two ranks' copies of the latents differ.
+            RoomLost, DeadlineExceeded: a rank did not answer.
+        """
+
+        def order(number: int) -> Sign:
+            return Sign(
+                number=number,
+                slot=work.slot,
+                canary_slot=work.canary_slot,
+                pages=work.pages,
+                tokens=len(work.job.token_ids),
+            )
+
+        if self._leading is None:
+            return sign(work.memory, order(0))
+        asked = self._leading.measure(work.memory.lane, order)
+        own = [] if work.memory.lane else [sign(work.memory, order(0))]
+        return whole([*own, *self._leading.await_all(asked, SIGN_S, lambda: False)])
+
+
 def publish(
     work: Finished,
     logits: Tensor,
-    memory: TextMemory,
+    signer: Signer,
     owner: Owner,
     on_end: Callable[[str], None],
 ) -> CacheTicket:
@@ -48,7 +92,7 @@ def publish(
     Args:
         work: the prompt.
         logits: fp32 [vocab] after its last token.
-        memory: where its state and pages lie.
+        signer: digests its memory.
         owner: gives out the ticket.
         on_end: called with the outcome when the ticket ended.
 
@@ -59,15 +103,14 @@ def publish(
     """
     total = len(work.job.token_ids)
     first = _first_tokens(work.job, logits, work.matcher)
-    states, latents = memory.states, memory.latents
+    states, latents = work.memory.states, work.memory.latents
     states.expect(work.slot, work.nonce, total)
-    latents.zero_rest(work.pages, total)
-    signature = states.sign(work.slot) | latents.signed(work.pages, total)
+    if work.canary_slot >= 0:
+        states.expect(work.canary_slot, work.nonce, total - 1)
+    signature = signer.sign(work)
     parts = [Part(kind=kind, span=span) for kind, span in states.span(work.slot).items()]
     parts += [Part(kind="latent", span=span) for span in latents.spans(work.pages)]
     if work.canary_slot >= 0:
-        states.expect(work.canary_slot, work.nonce, total - 1)
-        signature = signature | states.sign(work.canary_slot, prefix="canary_")
         spans = states.span(work.canary_slot).items()
         parts += [Part(kind=f"canary_{kind}", span=span) for kind, span in spans]
     if signature.unsound:
@@ -81,7 +124,8 @@ def publish(
         wait_s=work.wait_s,
         compute_s=work.compute_s,
     )
-    offer = owner.offer(work.job.request, parts, on_end, probe=work.job.probe)
+    ranks = signer.ranks(work.memory)
+    offer = owner.offer(work.job.request, parts, on_end, probe=work.job.probe, ranks=ranks)
     return owner.seal(offer.nonce, seal)
 
 

@@ -22,24 +22,32 @@ from common.contract.messages import (
     Renew,
 )
 from common.errors import HandoffRefused
+from common.runtime.leading import Starter
 from common.runtime.text_room import TextRoom
 from common.transfer.owner import Owner
 from services.prefill.embeds import EmbedPuller
 from services.prefill.engine import PrefillEngine
+from services.prefill.publish import Signer
 
 
 class PrefillRoom(TextRoom):
     """A replica: engine, pools, agent and socket."""
 
-    def __init__(self, settings: Settings, *, secret: str, replica: str = "") -> None:
-        """Load the model and register the pools; takes seconds."""
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        secret: str,
+        replica: str = "",
+        starter: Starter | None = None,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Load the model and register the pools; takes seconds.
+
+        `starter` and `host` are those of `TextRoom`.
+        """
         super().__init__(
-            "prefill",
-            settings,
-            secret=secret,
-            replica=replica,
-            slots=settings.prefill.slots,
-            pages=settings.prefill.pages,
+            "prefill", settings, secret=secret, replica=replica, starter=starter, host=host
         )
         loaded, transfer = self.loaded, settings.transfer
         self.arena = EmbedArena(
@@ -73,6 +81,7 @@ class PrefillRoom(TextRoom):
             self.owner,
             settings.prefill,
             self.tally,
+            Signer(self.leading),
         )
 
     async def open(self, host: str) -> Endpoint:
@@ -104,10 +113,10 @@ class PrefillRoom(TextRoom):
             queued=len(queued),
             queued_tokens=sum(work.total - work.done for work in queued + running),
             running=len(running),
-            free_slots=self.memory.slots.free,
-            free_pages=self.memory.pages.free,
-            total_slots=self.memory.slots.total,
-            total_pages=self.memory.pages.total,
+            free_slots=sum(lane.slots.free for lane in self.memory.lanes),
+            free_pages=sum(lane.pages.free for lane in self.memory.lanes),
+            total_slots=sum(lane.slots.total for lane in self.memory.lanes),
+            total_pages=sum(lane.pages.total for lane in self.memory.lanes),
             oldest_s=max((now - work.arrived for work in queued), default=0.0),
             suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
             leaving=self.room.is_leaving,

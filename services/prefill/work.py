@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from common.contract.messages import CacheTicket, PrefillJob
 from common.grammar.library import Matcher
 from common.model.batch import Share
 from common.runtime.loop import promise
+from common.runtime.memory import TextMemory
 from services.prefill.embeds import Pull
 
 
@@ -30,6 +32,7 @@ class Work:
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     arrived: float = field(default_factory=time.monotonic)
     started: float = 0.0
+    lane: TextMemory | None = None  # whose slots and pages these are, once it has some
     slot: int = -1
     canary_slot: int = -1
     pages: tuple[int, ...] = ()
@@ -39,6 +42,12 @@ class Work:
     stage: str = (
         "queued"  # then fetching, running, published, ended; with a grammar, compiling first
     )
+
+    @property
+    def memory(self) -> TextMemory:
+        """Where its slot and pages lie."""
+        assert self.lane is not None, "a prompt computes once it has memory"
+        return self.lane
 
     @property
     def total(self) -> int:
@@ -64,6 +73,7 @@ def share_of(work: Work, slot: int, count: int, *, want_logits: bool) -> Share:
                 at.extend(range(low - start, high - start))
                 rows.append(image[low - offset : high - offset])
     return Share(
+        lane=work.memory.lane,
         slot=slot,
         pages=work.pages[: pages_of(stop)],
         start=start,
@@ -72,3 +82,9 @@ def share_of(work: Work, slot: int, count: int, *, want_logits: bool) -> Share:
         embeds=torch.cat(rows) if rows else None,
         embed_at=tuple(at),
     )
+
+
+def roomiest(lanes: Sequence[TextMemory], slots: int, pages: int) -> TextMemory | None:
+    """The lane with the most free slots among those where it fits; None when it fits nowhere."""
+    fits = [lane for lane in lanes if lane.slots.free >= slots and lane.pages.free >= pages]
+    return max(fits, key=lambda lane: lane.slots.free, default=None)

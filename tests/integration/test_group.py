@@ -1,4 +1,4 @@
-"""A decode replica of several ranks: the answers of one rank, and one failure domain."""
+"""Replicas of several ranks: the answers of one rank, and one failure domain."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from common.errors import ConfigError, RoomLost
 from common.runtime.group import Leader, enter, joining
 from router.journey import Journey
 from services.decode.room import DecodeRoom
+from services.prefill.room import PrefillRoom
 from tests.support.processes import SECRET, eventually, rooms, write_settings
 from tests.support.relay import changed, in_process
 
@@ -25,8 +26,13 @@ SETTINGS = parse_settings({"decode": SMALL, "prefill": SMALL}, source="test")
 PROMPTS = [tuple(range(20, 20 + n)) for n in (5, 64, 130)]
 
 
-def of_ranks(**axes: int):
-    return changed(SETTINGS, decode=axes)
+def of_ranks(prefill: dict | None = None, **axes: int):
+    """Decode of these axes, and prefill of those."""
+    return changed(SETTINGS, decode=axes, prefill=prefill or {})
+
+
+def ranks_of(room) -> list:
+    return room._local.processes
 
 
 async def answers(line) -> list:
@@ -36,23 +42,43 @@ async def answers(line) -> list:
     return list(await asyncio.gather(*map(line.run, tasks)))
 
 
-AXES = [
-    {"tensor": 2, "expert": 2},
-    {"data": 2, "expert": 2},
-    pytest.param({"tensor": 4}, marks=pytest.mark.slow),
-    pytest.param({"tensor": 2, "data": 2, "expert": 4}, marks=pytest.mark.slow),
+ALONE: list = []  # what one rank on either side answers
+
+
+async def answers_of_one() -> list:
+    if not ALONE:
+        async with in_process(SETTINGS) as line:
+            ALONE.extend(await answers(line))
+    return ALONE
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+AXES = [  # of prefill, of decode
+    ({}, {"tensor": 2, "expert": 2}),
+    ({}, {"data": 2, "expert": 2}),
+    ({"tensor": 2}, {}),
+    ({"tensor": 2, "expert": 2}, {"tensor": 2}),
+    slow({}, {"tensor": 4}),
+    slow({}, {"tensor": 2, "data": 2, "expert": 4}),
+    slow({"tensor": 4}, {"tensor": 2}),
+    slow({"tensor": 2}, {"tensor": 4}),
+    slow({"data": 2, "expert": 2}, {}),
+    slow({"tensor": 2, "data": 2, "expert": 4}, {"data": 2, "expert": 2}),
 ]
 
 
-@pytest.mark.parametrize("axes", AXES, ids=str)
-async def test_a_group_of_ranks_gives_the_answers_of_one(axes) -> None:
-    async with in_process(SETTINGS) as line:
-        alone = await answers(line)
-    async with in_process(of_ranks(**axes)) as line:
+@pytest.mark.parametrize(("prefill", "decode"), AXES, ids=str)
+async def test_a_group_of_ranks_gives_the_answers_of_one(prefill, decode) -> None:
+    alone = await answers_of_one()
+    async with in_process(of_ranks(prefill, **decode)) as line:
         group = await answers(line)
         await line.nothing_left()
-        ranks = line.decodes[0]._local.processes
-        assert len(ranks) == axes.get("tensor", 1) * axes.get("data", 1) - 1
+        ranks = [rank for room in (*line.prefills, *line.decodes) for rank in ranks_of(room)]
+        sizes = [axes.get("tensor", 1) * axes.get("data", 1) for axes in (prefill, decode)]
+        assert len(ranks) == sum(sizes) - 2
         assert all(rank.poll() is None for rank in ranks)
     assert all(rank.poll() is not None for rank in ranks)
     for one, many in zip(alone, group, strict=True):
@@ -75,7 +101,7 @@ async def test_a_lost_rank_ends_its_group_and_the_answer_goes_on_elsewhere(numbe
                 ids += [token.id for token in item.tokens]
                 if len(ids) == 10:
                     (room,) = [room for room in line.decodes if room.engine.helds()]
-                    (rank,) = room._local.processes
+                    (rank,) = ranks_of(room)
                     since = time.monotonic()
                     os.kill(rank.pid, number)
         assert time.monotonic() - since < 14  # silence, then the same prompt elsewhere
@@ -83,10 +109,30 @@ async def test_a_lost_rank_ends_its_group_and_the_answer_goes_on_elsewhere(numbe
         os.kill(rank.pid, signal.SIGKILL)
 
 
+async def test_a_lost_rank_of_prefill_ends_its_group_and_the_prompt_goes_elsewhere() -> None:
+    async with in_process(of_ranks({"tensor": 2}), prefill=2) as line:
+        whole = await line.run(line.task(PROMPTS[2]))
+        lost = []
+
+        def kill(chosen, memory) -> None:
+            if not lost:
+                (room,) = [room for room in line.prefills if room.engine.works()]
+                lost.append(room)
+                os.kill(ranks_of(room)[0].pid, signal.SIGKILL)
+
+        for room in line.prefills:
+            room.engine.plant = kill
+        since = time.monotonic()
+        again = await line.run(line.task(PROMPTS[2]))
+        assert time.monotonic() - since < 14
+        assert again.ids() == whole.ids()
+        assert lost[0].room.ended.is_set() and (await lost[0].load(Ping(), "test")).suspended
+
+
 async def test_an_idle_group_notices_a_lost_rank_and_takes_the_others_along() -> None:
     async with in_process(of_ranks(tensor=4)) as line:
         room = line.decodes[0]
-        lost, *others = room._local.processes
+        lost, *others = ranks_of(room)
         since = time.monotonic()
         os.kill(lost.pid, signal.SIGKILL)
         async with asyncio.timeout(10):
@@ -107,7 +153,7 @@ def test_a_leader_that_is_killed_takes_its_ranks_along(tmp_path) -> None:
 
 
 def test_a_rank_that_cannot_start_is_told_and_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr("services.decode.ranks.sys.executable", "/bin/false")
+    monkeypatch.setattr("common.runtime.ranks.sys.executable", "/bin/false")
     with pytest.raises(RoomLost, match=r"ranks \[1\] ended before they joined"):
         DecodeRoom(of_ranks(tensor=2), secret=SECRET)
 
@@ -139,3 +185,5 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_read() -> None:
     ):
         with pytest.raises(ConfigError, match=sentence):
             DecodeRoom(of_ranks(**axes), secret=SECRET)
+        with pytest.raises(ConfigError, match=sentence):
+            PrefillRoom(of_ranks(axes), secret=SECRET)

@@ -62,6 +62,9 @@ BEFORE_ANY_BYTE = {
     "a nonce used before": ("nonce", reuse),
     "a lease that ended": ("lease", expire),
     "a lease about to end": ("lease", lambda hand: hand.shorten()),
+    "no ranks": ("ranks", lambda hand: reticket(hand, ranks=())),
+    "a rank its producer does not have": ("ranks", lambda hand: reticket(hand, ranks=(0, 1))),
+    "ranks that are no neighbours": ("ranks", lambda hand: reticket(hand, ranks=(0, 2))),
     "fewer tokens": ("token_count", lambda hand: reticket(hand, seal={"num_tokens": TOKENS - 1})),
     "other tokens": ("token_hash", lambda hand: reticket(hand, seal={"token_hash": bytes(16)})),
 }
