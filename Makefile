@@ -1,4 +1,4 @@
-# make check | test | test-all | soak | serve: people, pre-commit and CI run these and nothing else.
+# make check | test | test-all | soak | serve | try | tools: people, pre-commit and CI run these and nothing else.
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PORT ?= 8000
@@ -7,7 +7,7 @@ ADMIN_PORT ?= 8001
 SETTINGS ?= deploy/settings/local.toml
 TORCH := $(shell grep '^torch==' requirements.lock)
 
-.PHONY: install check format test test-all soak serve
+.PHONY: install check format test test-all soak serve try tools
 
 install: $(VENV)/.installed
 
@@ -40,3 +40,10 @@ soak: install
 
 serve: install
 	PORT=$(PORT) ADMIN_PORT=$(ADMIN_PORT) exec $(VENV)/bin/baton serve $(SETTINGS)
+
+try: install
+	deploy/try.sh --venv $(VENV)
+
+# Debian's packages for tests that are skipped by name without them; kubectl comes from your cluster.
+tools:
+	apt-get install -y --no-install-recommends chromium prometheus

@@ -35,6 +35,7 @@ from router.switchboard import SeatTable
 
 FAREWELL_S = 2.0  # after the drain time, for error events on their way to their readers
 DISCOVER_S = 1.0  # between two attempts to make Serve tell of the rooms
+SETTLE_S = 60.0  # a new replica listens when it is ready, at the latest after so long
 WATCH_S = 0.5  # between two looks at the scaling policy's decisions
 
 _log = logging.getLogger("baton.router")
@@ -65,16 +66,20 @@ class Router:
         )
         self._prober: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Dial the rooms, begin to probe, listen.
+    async def start(self, settle_s: float = 0.0) -> None:
+        """Dial the rooms, begin to probe, listen; clients may come once it is ready.
+
+        They may come after `settle_s` in any case, and are told then that nothing is ready.
 
         Raises:
             ConfigError: an address cannot be bound.
         """
         self.house.start()
         self._prober = asyncio.get_running_loop().create_task(self.readiness.run())
-        await self.public.start()
         await self.admin.start()
+        if settle_s:
+            await self.readiness.wait(settle_s)
+        await self.public.start()
 
     async def stop(self) -> None:
         """Drain: not ready from now on, running requests may end, then everything is let go.
@@ -121,9 +126,13 @@ class RouterReplica:
         self._watch: asyncio.Task[None] | None = None
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """Called once by Serve on the loop that serves; here the listeners open."""
+        """Called once by Serve on the loop that serves; here the listeners open.
+
+        Serve counts this replica as running when it returns, and lets an old one go only then; and
+        replicas of one host share a port, so one that cannot answer yet must not listen.
+        """
         if self._started is None:
-            self._started = asyncio.create_task(self._router.start())
+            self._started = asyncio.create_task(self._router.start(SETTLE_S))
             self._discovery = asyncio.create_task(self._discover())
             self._watch = asyncio.create_task(self._watch_scaling())
         await self._started

@@ -12,6 +12,7 @@ import uvicorn
 from common.errors import ConfigError
 
 BACKLOG = 2048
+LATE_S, LATE_LOOKS = 0.5, 25  # for the request of a client that has connected just before the end
 IDLE_S = 75  # a connection between two requests; clients' pools keep theirs for less
 
 
@@ -76,6 +77,16 @@ class HttpListener:
         """Take no more connections, let requests end for a while, then cut them."""
         if self._task is None:
             return
+        for server in self._server.servers:
+            server.close()  # from now on others that share the port get the connections
+        for _ in range(LATE_LOOKS):
+            if not any(map(_has_not_asked, self._server.server_state.connections)):
+                break
+            await asyncio.sleep(LATE_S / LATE_LOOKS)
         self._server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+
+
+def _has_not_asked(connection: Any) -> bool:
+    return getattr(connection, "cycle", None) is None

@@ -8,6 +8,7 @@ holds for one epoch of both replicas; it is repeated every `probe_s`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from functools import partial
@@ -58,20 +59,30 @@ class Readiness:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a pair that answers has passed its probe with each other."""
-        if self.is_draining:
-            return False
-        prefills, decodes = self._house.seen("prefill")[0], self._house.seen("decode")[0]
-        return self._house.pairs.count_usable(prefills, decodes) > 0
+        """Whether to send requests here: a pair has passed its probe, and this router stays."""
+        return not self.is_draining and self._has_pair
+
+    async def wait(self, within_s: float) -> bool:
+        """Until ready, at most so long; returns whether it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self.is_ready:
+                    await self._house.bell.wait(TICK_S)
+        return self.is_ready
 
     def demand(self) -> None:
-        """Let a request pass while ready.
+        """Let a request pass while rooms can serve it, those that reach a leaving router too.
 
         Raises:
             NotReady: no pair of rooms is fit for it.
         """
-        if not self.is_ready:
+        if not self._has_pair:
             raise NotReady("no prefill and decode replica have passed a probe with each other")
+
+    @property
+    def _has_pair(self) -> bool:
+        prefills, decodes = self._house.seen("prefill")[0], self._house.seen("decode")[0]
+        return self._house.pairs.count_usable(prefills, decodes) > 0
 
     async def run(self) -> None:
         """Probe until cancelled."""

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from common.contract.messages import TokenItem
-from common.errors import ServingError
+from common.errors import NotReady, ServingError
 from router.access import Access
 from router.bodies import origin_of, read_body
 from router.desk import Desk
@@ -72,6 +72,8 @@ class _Pages:
     async def ready(self, _: Request) -> Response:
         """Ready: a pair of rooms has passed its probe in this epoch, and both answer."""
         self._demand_ready()
+        if self._readiness.is_draining:
+            raise NotReady("this router is leaving; ask another one")
         return JSONResponse({"status": "ready"})
 
     async def models(self, _: Request) -> Response:

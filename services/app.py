@@ -17,6 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from common.config.loading import as_tables, load_settings, parse_settings
 from common.config.scaling import ScalingSettings
 from common.config.settings import Settings
+from common.contract.scaling import NAMESPACE
 from common.runtime.part import Plan
 from router.app import RouterReplica
 from services.decode.app import Decode
@@ -26,6 +27,7 @@ from services.prefill.app import Prefill
 POLICY = "services.scaling_hook:JointPolicy"
 SEATING = "router.discovery.PinRouter"
 NODE_RANKS = 8  # devices of one node
+SECRET = b"secret"  # its key in the cluster's store
 MANY = 100_000  # admission is the router's own; Serve must never refuse a control call
 
 
@@ -81,7 +83,7 @@ def compose(settings: Settings) -> Application:
 
     Numbers of replicas and resources named in a Serve config file win over the settings'.
     """
-    tables, secret = as_tables(settings), secrets.token_hex(32)
+    tables, secret = as_tables(settings), _secret()
     rooms: dict[str, Any] = {}
     for name, kind, replicas in (
         ("encoder", Encoder, settings.encoder.replicas),
@@ -98,6 +100,26 @@ def compose(settings: Settings) -> Application:
     )(RouterReplica)
     application: Application = front.bind(tables, secret, rooms)
     return application
+
+
+def _secret() -> str:
+    """What rooms and routers know each other by: one for the life of a cluster.
+
+    During an upgrade replicas of two releases serve side by side, so it outlives a build of the
+    application. Without a cluster it is a new one.
+    """
+    from ray.experimental.internal_kv import (
+        _internal_kv_get,
+        _internal_kv_initialized,
+        _internal_kv_put,
+    )
+
+    fresh = secrets.token_hex(32)
+    if not _internal_kv_initialized():  # type: ignore[no-untyped-call]
+        return fresh
+    _internal_kv_put(SECRET, fresh.encode(), overwrite=False, namespace=NAMESPACE)
+    kept: bytes = _internal_kv_get(SECRET, namespace=NAMESPACE)
+    return kept.decode()
 
 
 def _room(kind: type, replicas: int, settings: Settings) -> Deployment:
