@@ -97,8 +97,12 @@ class Desk:
         """Check the body of a chat; raises as `read` does."""
         return await self.read(parse_chat, body)
 
-    async def order_chat(self, request: ChatRequest, origin: Origin) -> ChatOrder:
+    async def order_chat(
+        self, request: ChatRequest, origin: Origin, named: Callable[[str], str] = str
+    ) -> ChatOrder:
         """Settle the form of the answer, fetch the request's images and render its prompt.
+
+        `named` puts the client's name of a field in the place of the chat's.
 
         Raises:
             InvalidRequest: a form cannot be enforced, an image is refused, or the prompt does not
@@ -122,6 +126,8 @@ class Desk:
             sampling=sampling,
             images=tuple((image.ref, image.payload) for image in images),
             image_offsets=prompt.image_offsets,
+            image_params=tuple(named(s.param) for s in image_sources(request.messages)),
+            priority=request.priority,
         )
         return ChatOrder(request=request, task=task)
 
@@ -158,7 +164,8 @@ class Desk:
                 script = script_ids(self.tokenizer, request.script)
                 sampling = msgspec.structs.replace(sampling, script=script)
             one = dataclasses.replace(origin, name=f"{origin.name}-{index}")
-            tasks.append(self._task(one, token_ids=ids, sampling=sampling))
+            task = self._task(one, token_ids=ids, sampling=sampling, priority=request.priority)
+            tasks.append(task)
         return tuple(tasks)
 
     def _encode(self, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -172,6 +179,8 @@ class Desk:
         sampling: Sampling,
         images: tuple[tuple[ImageRef, bytes], ...] = (),
         image_offsets: tuple[int, ...] = (),
+        image_params: tuple[str, ...] = (),
+        priority: int,
     ) -> Task:
         timeout_s = self.settings.server.request_timeout_s
         return Task(
@@ -181,6 +190,8 @@ class Desk:
             deadline=asyncio.get_running_loop().time() + timeout_s,
             images=images,
             image_offsets=image_offsets,
+            image_params=image_params,
+            priority=priority,
             salt=_salt(origin.tenant),
             canary=random.random() < self.settings.router.canary_share,
             trace=origin.trace,

@@ -91,7 +91,10 @@ ANTHROPIC_PATHS = "/v1/messages"
 def anthropic_body(told: Fault) -> dict[str, Any]:
     """A fault's body in Anthropic's shape."""
     kind = ANTHROPIC_TYPES.get(told.status, told.error["type"])
-    inner = {"type": kind, "message": told.error["message"]}
+    param, message = told.error["param"], told.error["message"]
+    if param and param not in message:  # there is no other place for it
+        message = f"`{param}`: {message}"
+    inner = {"type": kind, "message": message}
     return {"type": "error", "error": inner, "request_id": client_id.get() or request_id.get()}
 
 

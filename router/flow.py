@@ -112,8 +112,12 @@ class Flow:
             if seat is None:
                 raise CapacityError("the decode replica has no room for a probe")
         else:
-            urgent = self._recovery.stumbles > 0
-            seat = await self.house.admission.enter(self._try_reserve, urgent=urgent)
+            seat = await self.house.admission.enter(
+                self._try_reserve,
+                priority=self.task.priority,
+                has_begun=self.task.has_begun,
+                urgent=self._recovery.stumbles > 0,
+            )
         self.answer.admitted.set()
         self.account.admitted()
         self._seat = seat
@@ -153,7 +157,8 @@ class Flow:
         wanted: set[int] = set()
         for _ in range(ASKS_FOR_BYTES):
             job = jobs.encode(self.task, self._name, wanted, self._ledger.left_s())
-            reply = await self._ledger.ask(encoder, self._name, job)
+            with jobs.naming_images(self.task):
+                reply = await self._ledger.ask(encoder, self._name, job)
             if isinstance(reply, EmbedTicket):
                 self._ledger.hold(encoder, reply.nonce)
                 return reply, encoder

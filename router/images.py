@@ -106,9 +106,9 @@ def read_data_uri(uri: str, settings: ImageSettings) -> bytes:
     try:
         payload = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise ImageRejected("the data URI's content is not base64") from None
+        raise ImageRejected("the image's data is not base64") from None
     if not payload:
-        raise ImageRejected("the data URI is empty")
+        raise ImageRejected("the image's data is empty")
     return payload
 
 

@@ -6,7 +6,9 @@ and after a stumble that id with a number, so that an old pass is never taken fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.contract.messages import (
@@ -20,6 +22,7 @@ from common.contract.messages import (
     Reserve,
     Sampling,
 )
+from common.errors import ImageRejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +35,14 @@ class Task:
     deadline: float
     images: tuple[tuple[ImageRef, bytes], ...] = ()  # each with its bytes
     image_offsets: tuple[int, ...] = ()
+    image_params: tuple[str, ...] = ()  # the fields that the images came in
     salt: bytes = b""
     canary: bool = False
     probe: bool = False
     pair: tuple[str, str] | None = None  # a probe's prefill and decode replica
     trace: str = ""
+    priority: int = 0  # the lower, the earlier its turn
+    has_begun: bool = False  # a part of a request of which another part has its place
 
 
 def reserve(task: Task, name: str) -> Reserve:
@@ -61,6 +67,22 @@ def encode(task: Task, name: str, wanted: Collection[int], left_s: float) -> Enc
         probe=task.probe,
         trace=task.trace,
     )
+
+
+@contextlib.contextmanager
+def naming_images(task: Task) -> Iterator[None]:
+    """An encoder's refusal that leaves the block names the client's field, not the job's.
+
+    Raises:
+        ImageRejected: what the block raised.
+    """
+    try:
+        yield
+    except ImageRejected as error:
+        at = re.fullmatch(r"images\[(\d+)\]", error.param or "")
+        if at is None or int(at[1]) >= len(task.image_params):
+            raise
+        raise ImageRejected(str(error), param=task.image_params[int(at[1])]) from None
 
 
 def prefill(

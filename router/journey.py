@@ -33,6 +33,7 @@ class Journey:
         self.answer = Answer(task.sampling, self.account, house.tally)
         self._ledger = Ledger(house, task.deadline)
         self._error: ServingError | None = Cancelled("the client left")  # until it arrives
+        self._runner: asyncio.Task[None] | None = None
 
     def set_out(self) -> None:
         """Begin."""
@@ -44,17 +45,18 @@ class Journey:
     def cut(self, error: ServingError) -> None:
         """End it with this error; what was not read yet still can be."""
         self._error = error
-        self._runner.cancel()
+        self.turn_back()
 
     def turn_back(self) -> None:
         """End it if it is still on its way. Once is enough, twice does no harm."""
-        self._runner.cancel()
+        if self._runner is not None:
+            self._runner.cancel()
 
     def enough(self) -> None:
         """The reader has all it wants; that the rooms are stopped in their work is no failure."""
         if not self.answer.is_complete:
             self._error = None
-            self._runner.cancel()
+            self.turn_back()
 
     async def __aenter__(self) -> Journey:
         """Set out."""
@@ -71,13 +73,18 @@ class Journey:
         Raises:
             ServingError: it ended before that.
         """
+        await self.seated()
+        if not self.answer.admitted.is_set():
+            await self.answer.outbox.get()  # raises what ended it
+
+    async def seated(self) -> None:
+        """Wait until it is admitted, or over."""
+        assert self._runner is not None, "it has not set out"
         seated = asyncio.ensure_future(self.answer.admitted.wait())
         try:
             await asyncio.wait({seated, self._runner}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             seated.cancel()
-        if not self.answer.admitted.is_set():
-            await self.answer.outbox.get()  # raises what ended it
 
     async def events(self) -> AsyncIterator[TokenItem]:
         """Tokens and finish reasons of all choices, as they come.

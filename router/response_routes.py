@@ -44,4 +44,4 @@ class ResponsePages:
 
     async def _order(self, asked: Translated, request: Request) -> ChatOrder:
         with asked.words.told():
-            return await self._desk.order_chat(asked.chat, origin_of(request))
+            return await self._desk.order_chat(asked.chat, origin_of(request), asked.words.back)

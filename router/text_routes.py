@@ -6,20 +6,19 @@ Several prompts are several journeys, answered as one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from common.contract.messages import TokenItem
 from common.errors import ServingError
 from router.bodies import origin_of, read_body
+from router.convoy import Convoy
 from router.desk import Desk
 from router.faults import describe
 from router.house import House
 from router.jobs import Task
-from router.journey import Journey
 from router.readiness import Readiness
 from router.replies import new_head
 from router.schema import CompletionRequest, ignored_header
@@ -44,21 +43,20 @@ class TextPages:
         self._readiness.demand()
         tasks = await self._desk.order_text(asked, origin_of(request))
         headers = {"X-Baton-Ignored": ignored_header(asked.ignored)} if asked.ignored else {}
-        journeys = [Journey(task, self._house) for task in tasks]
+        convoy = Convoy(tasks, self._house)
         answer = self._answer(asked, tasks)
-        for journey in journeys:
-            journey.set_out()
+        convoy.set_out()
         try:
             if not asked.stream:
-                reply = await while_connected(request.receive, _whole(answer, journeys))
+                reply = await while_connected(request.receive, _whole(answer, convoy))
                 return Response(reply, media_type="application/json", headers=headers)
-            await while_connected(request.receive, _admitted(journeys))
+            await while_connected(request.receive, convoy.journeys[0].admitted())
         except BaseException:
-            _turn_back(journeys)
+            convoy.turn_back()
             raise
         return EventStream(
-            _events(answer, journeys),
-            on_close=lambda: _turn_back(journeys),
+            _events(answer, convoy),
+            on_close=convoy.turn_back,
             keep_alive_s=self._desk.settings.server.keep_alive_s,
             headers=headers,
         )
@@ -86,71 +84,25 @@ class TextPages:
         return Response(encode(DetokenizeReply(prompt=text)), media_type="application/json")
 
 
-def _turn_back(journeys: Sequence[Journey]) -> None:
-    for journey in journeys:
-        journey.turn_back()
-
-
-async def _admitted(journeys: Sequence[Journey]) -> None:
-    for journey in journeys:
-        await journey.admitted()
-
-
-def _cached(journeys: Sequence[Journey]) -> int:
-    return sum(journey.account.cached_tokens for journey in journeys)
-
-
-async def _whole(answer: TextAnswer, journeys: Sequence[Journey]) -> bytes:
-    async for prompt, item in _together(journeys):
+async def _whole(answer: TextAnswer, convoy: Convoy) -> bytes:
+    async for prompt, item in convoy.events():
         answer.take(prompt, item)
         if answer.has_enough_of(prompt):
-            journeys[prompt].enough()
-    _turn_back(journeys)
-    return encode(answer.whole(answer.usage(cached=_cached(journeys))))
+            convoy.journeys[prompt].enough()
+    convoy.turn_back()
+    return encode(answer.whole(answer.usage(cached=convoy.cached_tokens)))
 
 
-async def _events(answer: TextAnswer, journeys: Sequence[Journey]) -> AsyncGenerator[bytes, None]:
+async def _events(answer: TextAnswer, convoy: Convoy) -> AsyncGenerator[bytes, None]:
     yield b"".join(event(encode(chunk)) for chunk in answer.opening())
     try:
-        async for prompt, item in _together(journeys):
+        async for prompt, item in convoy.events():
             if chunks := answer.chunks(prompt, item):
                 yield b"".join(event(encode(chunk)) for chunk in chunks)
             if answer.has_enough_of(prompt):
-                journeys[prompt].enough()
+                convoy.journeys[prompt].enough()
     except ServingError as error:
         yield event(encode(describe(error).body))
         return
-    used = answer.usage(cached=_cached(journeys))
+    used = answer.usage(cached=convoy.cached_tokens)
     yield b"".join(event(encode(chunk)) for chunk in answer.closing(used)) + DONE
-
-
-async def _together(journeys: Sequence[Journey]) -> AsyncIterator[tuple[int, TokenItem]]:
-    """Events of all journeys as they come, each with its prompt's number.
-
-    Raises:
-        ServingError: one of the journeys cannot be finished.
-    """
-    ready: asyncio.Queue[tuple[int, TokenItem] | ServingError | None] = asyncio.Queue(256)
-
-    async def read(prompt: int, journey: Journey) -> None:
-        try:
-            async for item in journey.events():
-                await ready.put((prompt, item))
-            await ready.put(None)
-        except ServingError as error:
-            await ready.put(error)
-
-    readers = [asyncio.create_task(read(*numbered)) for numbered in enumerate(journeys)]
-    try:
-        left = len(readers)
-        while left:
-            arrived = await ready.get()
-            if isinstance(arrived, ServingError):
-                raise arrived
-            if arrived is None:
-                left -= 1
-            else:
-                yield arrived
-    finally:
-        for reader in readers:
-            reader.cancel()

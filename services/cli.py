@@ -173,7 +173,8 @@ def _pair(text: str, between: str) -> tuple[int, int]:
 def run_chat(url: str, model: str, image: Path | None) -> int:
     """A conversation in the terminal; an empty line or end of input ends it."""
     picture = _data_uri(image) if image is not None else ""
-    with httpx.Client(base_url=url, timeout=600) as client:
+    base = url.rstrip("/").removesuffix("/v1")  # as other clients are told it
+    with httpx.Client(base_url=base, timeout=600) as client:
         if not model:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         messages: list[dict[str, object]] = []

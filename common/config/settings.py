@@ -104,7 +104,7 @@ class RouterSettings:
     replicas: int = 1
     queue_limit: int = 256  # requests that wait for a reservation; one more gets 429
     queue_wait_s: float = 60.0  # a longer wait gets 429
-    retry_after_s: float = 1.0
+    priority_s: float = 1.0  # of waiting, that a step of `priority` is worth; 0: no priorities
     default_max_tokens: int = 4096  # when the request names none; the context may allow less
     max_choices: int = 8
     reprefills: int = 1  # times a refused hand-off is prefilled again
@@ -221,7 +221,6 @@ class TestingSettings:
     """The [testing] table: hooks that refuse any bind but loopback."""
 
     scripted: bool = False  # requests may bring the tokens to emit
-    tamper: str = ""  # a fault planted between DONE and verification, see common/runtime/tamper.py
     verify: bool = True
 
 
@@ -249,7 +248,7 @@ class Settings:
                 f"server.admin_host is {self.server.admin_host!r} and access.admin is empty; give "
                 "the hash of a key, as `printf %s KEY | sha256sum` prints it, or bind loopback"
             )
-        hooks = self.testing.scripted or self.testing.tamper or not self.testing.verify
+        hooks = self.testing.scripted or not self.testing.verify
         bound = {self.server.host, self.server.admin_host}
         if hooks and not bound <= LOOPBACK:
             raise ConfigError(

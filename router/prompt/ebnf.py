@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from common.errors import InvalidRequest
+from router.prompt.endless import endings
 from router.prompt.sheet import Sheet, literal
 
 MOST_TIMES = 10_000  # of a repetition
@@ -29,6 +30,8 @@ _LETTERS = {"n": "\n", "r": "\r", "t": "\t"}
 
 Token = tuple[str, str]  # kind and text
 Rules = dict[str, list[Token]]
+Part = str | tuple[str, int]  # a rule, or a group of one by its place
+Ways = dict[Part, list[list[Part]]]  # what each part needs, alternative by alternative
 
 
 def write_grammar(sheet: Sheet, text: str, param: str) -> str:
@@ -46,9 +49,13 @@ def write_grammar(sheet: Sheet, text: str, param: str) -> str:
         raise _fault(param, "there is no rule `root`")
     is_whole = not _is_recursive(used)
     names = {name: f"{'T' if is_whole else 'g'}{i}" for i, name in enumerate(rules)}
+    ways = Ways()
     for name in sorted(_reached(used)):
         writer = _Writer(rules[name], names, param, is_whole=is_whole)
-        sheet.add(names[name], writer.whole())
+        sheet.add(names[name], writer.whole(name, ways))
+    found = endings(ways)
+    for name in sorted(_reached(used) - found):
+        raise _fault(param, f"what the rule `{name[:60]}` stands for never ends")
     return names["root"]
 
 
@@ -113,9 +120,13 @@ class _Writer:
         """`is_whole`: part of a terminal; otherwise every character stands for itself."""
         self.tokens, self.names, self.param, self.is_whole = tokens, names, param, is_whole
         self.at = self.depth = 0
+        self._name, self._ways = "", Ways()
+        self._needs: list[Part] = []  # of the sequence that is being read
 
-    def whole(self) -> str:
-        text = self._either()
+    def whole(self, name: str, ways: Ways) -> str:
+        """The rule's text; `ways` learns what it needs."""
+        self._name, self._ways = name, ways
+        text = self._either(name)
         if self.at < len(self.tokens):
             raise _fault(self.param, f"{self.tokens[self.at][1][:20]!r} stands out of place")
         return text
@@ -123,26 +134,31 @@ class _Writer:
     def _peek(self) -> Token:
         return self.tokens[self.at] if self.at < len(self.tokens) else ("", "")
 
-    def _either(self) -> str:
-        """Alternatives; an empty one makes the others optional."""
-        parts = [self._sequence()]
+    def _either(self, part: Part) -> str:
+        """Alternatives of a part; an empty one makes the others optional."""
+        parts = [self._sequence(part)]
         while self._peek() == ("mark", "|"):
             self.at += 1
-            parts.append(self._sequence())
+            parts.append(self._sequence(part))
         full = [part for part in dict.fromkeys(parts) if part]
         text = f"({' | '.join(full)})" if full else ""
         return f"{text}?" if full and "" in parts else text
 
-    def _sequence(self) -> str:
+    def _sequence(self, part: Part) -> str:
+        outside, self._needs = self._needs, []
         parts = []
         while self._peek()[1] not in ("|", ")", "") or self._peek()[0] in ("text", "set"):
-            parts.append(self._times(self._atom()))
+            needed = len(self._needs)
+            parts.append(self._times(self._atom(), needed))
+        self._ways.setdefault(part, []).append(self._needs)
+        self._needs = outside
         return " ".join(part for part in parts if part)
 
     def _atom(self) -> str:
         kind, text = self._peek()
         self.at += 1
         if kind == "name":
+            self._needs.append(text)
             return self.names[text]
         if kind == "text":
             return self._literal(unescape(text[1:-1], self.param))
@@ -158,7 +174,9 @@ class _Writer:
         self.depth += 1
         if self.depth > DEEPEST:
             raise _fault(self.param, "groups are nested too deeply")
-        text = self._either()
+        group = (self._name, self.at)
+        text = self._either(group)
+        self._needs.append(group)
         if self._peek() != ("mark", ")"):
             raise _fault(self.param, "a group is not closed")
         self.at += 1
@@ -172,7 +190,8 @@ class _Writer:
             return literal(text)
         return f"({' '.join(map(literal, text))})"
 
-    def _times(self, atom: str) -> str:
+    def _times(self, atom: str, needed: int) -> str:
+        """An atom with its repetition; one that may be left out asks for nothing of its own."""
         kind, text = self._peek()
         if kind != "times" and (kind, text) not in _TIMES:
             return atom
@@ -180,10 +199,14 @@ class _Writer:
         if not atom:
             return ""
         if kind != "times":
+            if text != "+":
+                del self._needs[needed:]
             return f"({atom}){text}"
         low, comma, high = re.sub(r"\s", "", text[1:-1]).partition(",")
         if max(int(low), int(high or 0)) > MOST_TIMES or (high and int(high) < int(low)):
             raise _fault(self.param, f"a repetition of {text} is not possible")
+        if not int(low):
+            del self._needs[needed:]
         return f"({atom}){{{low}{comma}{high}}}"
 
 

@@ -15,6 +15,7 @@ from common.contract.grammar import Grammar
 from common.errors import InvalidRequest
 from router.prompt.arguments import Parameters
 from router.prompt.ebnf import write_grammar
+from router.prompt.endless import refuse_endless
 from router.prompt.schemas import check_schema
 from router.prompt.sheet import LOOSE, Sheet, attribute, choice, expression
 from router.prompt.tokenizer import Tokenizer
@@ -171,6 +172,7 @@ class _Reply:
         if schema is None:
             return ""
         check_schema(schema, param)
+        refuse_endless(schema, param)
         return Parameters(self._sheet, schema, param).write()
 
 
@@ -192,4 +194,5 @@ def _body(sheet: Sheet, wanted: ResponseFormat | None, structured: StructuredOut
 
 def _schema(sheet: Sheet, schema: Mapping[str, Any], param: str) -> str:
     check_schema(schema, param)
+    refuse_endless(schema, param)
     return sheet.json(schema, LOOSE)

@@ -72,7 +72,7 @@ def resolve(root: Schema, node: Any, param: str) -> Any:
         if ref in seen:
             _refuse(param, f"the $ref {_short(ref)} leads only to itself")
         seen.append(ref)
-        node = _target(root, ref, param)
+        node = target(root, ref, param)
     return node
 
 
@@ -84,7 +84,12 @@ def _follow(root: Schema, node: Schema, path: str, param: str) -> None:
         resolve(root, node, param)
 
 
-def _target(root: Schema, ref: str, param: str) -> Any:
+def target(root: Schema, ref: str, param: str) -> Any:
+    """What a reference leads to.
+
+    Raises:
+        InvalidRequest: it leads out of the schema, or to nothing.
+    """
     if not ref.startswith("#"):
         _refuse(param, f"the $ref {_short(ref)} leads outside; nothing is fetched, write it inside")
     found: Any = root

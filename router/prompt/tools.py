@@ -16,6 +16,7 @@ from enum import Enum, auto
 
 from router.prompt.detokenize import Detokenizer
 from router.prompt.tokenizer import Tokenizer
+from router.schema.json_text import is_json
 
 _ATTRIBUTE = re.compile(r'([^\s="]+)="([^"]*)"')
 
@@ -78,8 +79,12 @@ class _In(Enum):
     CALL = auto()
     STRING = auto()  # a string argument, let out as it comes
     VALUE = auto()  # any other argument, kept until it is whole
+    AGAIN = auto()  # an argument that the call has already
     RAW = auto()  # arguments as one JSON text
     END = auto()
+
+
+_ARGUMENT = (_In.STRING, _In.VALUE, _In.AGAIN)
 
 
 def new_call_id() -> str:
@@ -117,7 +122,7 @@ class ReplyParser:
         self._opens = False
         self._thoughts: list[str] = []
         self._index = -1
-        self._arguments = 0
+        self._keys: set[str] = set()  # arguments of the call so far
         self._value = ""
         self._out: list[Event] = []
 
@@ -212,12 +217,12 @@ class ReplyParser:
             self._open_call(_attributes(rest))
         elif name == "argument" and self._in is _In.CALL:
             self._open_argument(_attributes(rest))
-        elif name == "json" and self._in is _In.CALL and not self._arguments:
+        elif name == "json" and self._in is _In.CALL and not self._keys:
             self._in = _In.RAW
 
     def _open_call(self, attributes: dict[str, str]) -> None:
         self._leave_call()
-        self._in, self._arguments = _In.BETWEEN, 0
+        self._in, self._keys = _In.BETWEEN, set()
         if name := attributes.get("tool"):
             self._in = _In.CALL
             self._index += 1
@@ -226,8 +231,11 @@ class ReplyParser:
 
     def _open_argument(self, attributes: dict[str, str]) -> None:
         key = json.dumps(attributes.get("key", ""), ensure_ascii=False)
-        self._argue(f"{', ' if self._arguments else '{'}{key}: ")
-        self._arguments += 1
+        if key in self._keys:
+            self._in = _In.AGAIN
+            return
+        self._argue(f"{', ' if self._keys else '{'}{key}: ")
+        self._keys.add(key)
         if attributes.get("type", "string") == "string":
             self._in = _In.STRING
             self._argue('"')
@@ -246,28 +254,28 @@ class ReplyParser:
             self.reasoning_tokens, self._in = 0, _In.BETWEEN
         elif name == "response" and where in (_In.RESPONSE, _In.GAP):
             self._in = _In.BETWEEN
-        elif name == "argument" and where is _In.STRING:
-            self._argue('"')
-            self._in = _In.CALL
-        elif name == "argument" and where is _In.VALUE:
-            self._argue(_as_json(self._value))
+        elif name == "argument" and where in _ARGUMENT:
+            self._end_argument()
             self._in = _In.CALL
         elif name in ("json", "call") and where is _In.RAW:
             self._close_call()
         elif name == "call" and where is _In.CALL:
-            self._argue("}" if self._arguments else "{}")
+            self._argue("}" if self._keys else "{}")
             self._close_call()
+
+    def _end_argument(self) -> None:
+        if self._in is _In.STRING:
+            self._argue('"')
+        elif self._in is _In.VALUE:
+            self._argue(_as_json(self._value))
 
     def _leave_call(self) -> None:
         """The model went on without closing a call: its arguments end here, and are JSON."""
         if self._in is _In.RAW:
             self._close_call()
-        elif self._in in (_In.CALL, _In.STRING, _In.VALUE):
-            if self._in is _In.STRING:
-                self._argue('"')
-            elif self._in is _In.VALUE:
-                self._argue(_as_json(self._value))
-            self._argue("}" if self._arguments else "{}")
+        elif self._in is _In.CALL or self._in in _ARGUMENT:
+            self._end_argument()
+            self._argue("}" if self._keys else "{}")
             self._close_call()
 
     def _close_call(self) -> None:
@@ -286,12 +294,4 @@ def _attributes(text: str) -> dict[str, str]:
 
 def _as_json(text: str) -> str:
     """The value as it was written when it is JSON, else as a JSON string. No digit is lost."""
-    try:
-        json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
-    return text
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    return text if is_json(text) else json.dumps(text, ensure_ascii=False)

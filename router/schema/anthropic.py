@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.schema.sampling import Count, Share
+from router.schema.sampling import Count, Priority, Share
 
 CHOICES = {
     re.compile(r"messages\[\d+\]\.role$"): "user, assistant or system",
@@ -18,6 +18,9 @@ CHOICES = {
     ),
     re.compile(r"system\[\d+\]\.type$"): "text",
     re.compile(r"\.source\.type$"): "base64 or url",
+    re.compile(r"\.source\.media_type$"): (
+        "image/png, image/jpeg, image/webp, image/gif or image/bmp"
+    ),
     re.compile(r"^thinking\.type$"): "enabled, adaptive or disabled",
     re.compile(r"^tool_choice\.type$"): "auto, any, tool or none",
     re.compile(r"^output_config\.effort$"): "low, medium, high, xhigh or max",
@@ -32,10 +35,12 @@ class TextBlock(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
 
 
 class Base64Source(msgspec.Struct, frozen=True, tag_field="type", tag="base64"):
-    """An image's bytes."""
+    """An image's bytes. What they are is read from them, whatever type is told."""
 
     data: str
-    media_type: str = "image/png"
+    media_type: Literal[
+        "image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif", "image/bmp"
+    ] = "image/png"
 
 
 class UrlSource(msgspec.Struct, frozen=True, tag_field="type", tag="url"):
@@ -151,4 +156,5 @@ class MessagesBody(CountBody, kw_only=True):
     top_p: Share | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
+    priority: Priority | None = None
     metadata: dict[str, Any] | None = None

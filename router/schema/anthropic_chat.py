@@ -9,6 +9,7 @@ from typing import Any
 from common.errors import InvalidRequest
 from router.schema.anthropic import (
     CHOICES,
+    Base64Source,
     Block,
     CountBody,
     ImageBlock,
@@ -67,6 +68,7 @@ def parse_messages(body: bytes, limits: RequestLimits) -> Translated:
         "top_p": asked.top_p,
         "top_k": asked.top_k,
         "stream": asked.stream,
+        "priority": asked.priority,
     }
     ignored = unknown_fields(raw, MessagesBody) + (("metadata",) if asked.metadata else ())
     return _translated(raw, asked, fields, ignored, limits)
@@ -117,8 +119,7 @@ def _translated(
         "reasoning_effort": effort,
         "response_format": _format(asked.output_config),
     }
-    words = Words(places=tuple(told.places), names=NAMES)
-    return check_translated(fields, words, raw=raw, ignored=ignored, limits=limits)
+    return check_translated(fields, told.words(), raw=raw, ignored=ignored, limits=limits)
 
 
 class _Turns:
@@ -127,10 +128,20 @@ class _Turns:
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
         self.places: list[str] = []
+        self.parts: list[tuple[str, ...]] = []
 
-    def add(self, place: str, **fields: Any) -> None:
+    def add(self, place: str, *, parts: Sequence[str] = (), **fields: Any) -> None:
         self.messages.append({k: v for k, v in fields.items() if v is not None})
         self.places.append(place)
+        self.parts.append(tuple(parts))
+
+    def words(self) -> Words:
+        return Words(
+            places=tuple(self.places),
+            parts=tuple(self.parts),
+            names=NAMES,
+            call_id="tool_use_id",
+        )
 
 
 def _take_message(told: _Turns, message: MessageIn, place: str) -> None:
@@ -155,23 +166,25 @@ def _take_message(told: _Turns, message: MessageIn, place: str) -> None:
 
 def _take_user(told: _Turns, blocks: Sequence[Block], place: str) -> None:
     """A user's blocks; each tool result becomes a message, what stands between them another."""
-    own: list[Block] = []
+    own: dict[str, Block] = {}  # by place
     for index, block in enumerate(blocks):
+        here = f"{place}.content[{index}]"
         if not isinstance(block, ToolResultBlock):
-            own.append(block)
+            own[here] = block
             continue
         if own:
-            told.add(place, role="user", content=_parts(own))
-            own = []
+            told.add(place, parts=list(own), role="user", content=_parts(list(own.values())))
+            own = {}
         content = block.content if isinstance(block.content, str) else _parts(block.content or ())
         told.add(
-            f"{place}.content[{index}]",
+            here,
+            parts=[f"{here}.content[{i}]" for i in range(len(content))],
             role="tool",
             tool_call_id=block.tool_use_id,
             content=content or ("error" if block.is_error else ""),
         )
     if own or not blocks:
-        told.add(place, role="user", content=_parts(own))
+        told.add(place, parts=list(own), role="user", content=_parts(list(own.values())))
 
 
 def _take_assistant(told: _Turns, blocks: Sequence[Block], place: str) -> None:
@@ -195,16 +208,14 @@ def _parts(content: str | Sequence[Block]) -> str | list[dict[str, Any]]:
     return [
         {"type": "text", "text": b.text}
         if isinstance(b, TextBlock)
-        else {"type": "image_url", "image_url": {"url": _url(b)}}
+        else {"type": "image_url", "image_url": {"url": _url(b.source)}}
         for b in content
         if isinstance(b, TextBlock | ImageBlock)
     ]
 
 
-def _url(block: ImageBlock) -> str:
-    if isinstance(block.source, UrlSource):
-        return block.source.url
-    return f"data:{block.source.media_type};base64,{block.source.data}"
+def _url(source: Base64Source | UrlSource) -> str:
+    return source.url if isinstance(source, UrlSource) else f"data:;base64,{source.data}"
 
 
 def _tool(tool: ToolIn, index: int) -> dict[str, Any]:

@@ -77,6 +77,13 @@ class ThinkingSwitch(msgspec.Struct, frozen=True):
     type: Literal["enabled", "disabled"]
 
 
+class TemplateSwitches(msgspec.Struct, frozen=True):
+    """`chat_template_kwargs`: either name switches thinking; others are passed over."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+
 class ChatBody(SamplingBody, kw_only=True):
     """The body of `POST /v1/chat/completions`."""
 
@@ -91,7 +98,7 @@ class ChatBody(SamplingBody, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     reasoning_effort: str | None = None
     thinking: ThinkingSwitch | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateSwitches | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +120,7 @@ class ChatRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    priority: int
     script: Script | None
     ignored: tuple[str, ...]  # fields of the body that had no effect
 
@@ -167,6 +175,7 @@ def check_chat(raw: dict[str, Any], limits: RequestLimits) -> ChatRequest:
         max_tokens=_max_tokens(chat),
         stop=stop_strings(chat.stop),
         stream=bool(chat.stream),
+        priority=chat.priority or 0,
         include_usage=includes_usage(chat),
         script=script,
         ignored=_ignored(raw, limits),
@@ -175,6 +184,8 @@ def check_chat(raw: dict[str, Any], limits: RequestLimits) -> ChatRequest:
 
 def _ignored(raw: dict[str, Any], limits: RequestLimits) -> tuple[str, ...]:
     names = unknown_fields(raw, ChatBody)
+    inner = unknown_fields(raw.get("chat_template_kwargs") or {}, TemplateSwitches)
+    names += tuple(f"chat_template_kwargs.{name}" for name in inner)
     if limits.scripted:
         names = tuple(name for name in names if not name.startswith("baton_script"))
     return names + (("user",) if "user" in raw else ())
@@ -231,9 +242,8 @@ def _structured(chat: ChatBody) -> StructuredOutputs | None:
 
 
 def _thinking(chat: ChatBody) -> tuple[bool, str]:
-    extra = chat.chat_template_kwargs or {}
-    switches = [extra.get(name) for name in ("enable_thinking", "thinking")]
-    off = any(switch is False for switch in switches)
+    switches = chat.chat_template_kwargs or TemplateSwitches()
+    off = switches.enable_thinking is False or switches.thinking is False
     off = off or (chat.thinking is not None and chat.thinking.type == "disabled")
     effort = chat.reasoning_effort
     if effort is None:

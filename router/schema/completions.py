@@ -50,6 +50,7 @@ class CompletionRequest:
     stop: tuple[str, ...]
     stream: bool
     include_usage: bool
+    priority: int
     script: Script | None
     ignored: tuple[str, ...]
 
@@ -90,6 +91,7 @@ def parse_completion(body: bytes, limits: RequestLimits) -> CompletionRequest:
         max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
         stop=stop_strings(asked.stop),
         stream=bool(asked.stream),
+        priority=asked.priority or 0,
         include_usage=includes_usage(asked),
         script=script,
         ignored=names + (("user",) if "user" in raw else ()),

@@ -30,6 +30,16 @@ LONGEST_VALUE = 60  # characters of an offending value repeated in a message
 _PATH = re.compile(r"(.*?) - at `(?:key in )?\$(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _CHOICE = re.compile(r"Invalid (?:enum )?value '?(.*?)'?$", re.DOTALL)
+_TYPES = re.compile(r"`([a-z| ]+)`")
+_TYPE_NAMES = {
+    "bool": "a boolean",
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "array": "an array",
+    "object": "an object",
+    "null": "null",
+}
 _HIGH = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _LOW = re.compile(rb"(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 
@@ -116,8 +126,15 @@ def _refusal(
         known = next((words for end, words in choices.items() if end.search(param)), "")
         rule = f"it must be {known}" if known else "which is not known"
         return InvalidRequest(f"`{param}` is {_show(choice[1])}; {rule}", param=param or None)
-    rule = what.replace("Expected ", "it must be ").replace(", got ", ", not ")
+    rule = _TYPES.sub(lambda match: _type(match[1]), what)
+    rule = rule.replace("Expected ", "it must be ").replace(", got ", ", not ")
     return InvalidRequest(f"`{param}`{given}; {rule}" if param else rule, param=param or None)
+
+
+def _type(names: str) -> str:
+    """A type as a reader calls it; null is left out, since it means unset everywhere."""
+    known = [_TYPE_NAMES.get(name, f"`{name}`") for name in names.split(" | ")]
+    return " or ".join([name for name in known if name != "null"] or known)
 
 
 def _bounds(kind: type[msgspec.Struct], param: str) -> str:

@@ -6,8 +6,6 @@ so that every later reader (images, template) meets them as the prompt does. Not
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.errors import InvalidRequest
+from router.schema.json_text import read_json
 
 
 class TextPart(msgspec.Struct, frozen=True, tag_field="type", tag="text"):
@@ -132,12 +131,6 @@ def arrange(messages: Sequence[Message]) -> tuple[Turn, ...]:
         InvalidRequest: a result answers no earlier call or one already answered, or a call's
             arguments are JSON but not an object; `param` names the message.
     """
-    if not any(
-        isinstance(message, UserMessage | SystemMessage | DeveloperMessage) for message in messages
-    ):
-        raise InvalidRequest(
-            "`messages` needs at least one user or system message", param="messages"
-        )
     calls: dict[str, tuple[int, int, str]] = {}  # id -> (calling message, index from 1, tool)
     answered: set[str] = set()
     arranged: list[Turn] = []
@@ -152,6 +145,10 @@ def arrange(messages: Sequence[Message]) -> tuple[Turn, ...]:
             _note_calls(message, position, calls, answered)
         arranged.append(message)
     arranged += [result for _, result in sorted(results, key=lambda item: item[0])]
+    if all(isinstance(turn, AssistantMessage | ToolResult) for turn in arranged):
+        raise InvalidRequest(
+            "`messages` needs at least one user or system message", param="messages"
+        )
     return tuple(arranged)
 
 
@@ -196,21 +193,10 @@ def call_arguments(text: str) -> dict[str, Any] | str | list[Any]:
     if not text.strip():
         return {}
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        value = read_json(text)
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else [value]
-
-
-def _refuse(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is out of range")
-    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from router.schema.sampling import Count, Share
+from router.schema.sampling import Count, Priority, Share
 
 CHOICES = {
     re.compile(r"^input\[\d+\]\.type$"): (
@@ -142,6 +142,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
+    priority: Priority | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None

@@ -70,8 +70,9 @@ def parse_response(body: bytes, limits: RequestLimits) -> Translated:
         "response_format": _format(asked.text.format if asked.text else None),
         "reasoning_effort": asked.reasoning.effort if asked.reasoning else None,
         "stream": asked.stream,
+        "priority": asked.priority,
     }
-    words = Words(places=tuple(told.places), names=NAMES)
+    words = Words(places=tuple(told.places), parts=told.parts(), names=NAMES)
     ignored = unknown_fields(raw, ResponsesBody) + tuple(n for n in ("store", "user") if n in raw)
     return check_translated(fields, words, raw=raw, ignored=ignored, limits=limits)
 
@@ -114,6 +115,17 @@ class _Turns:
         self.end_turn()
         self.messages.append(fields)
         self.places.append(place)
+
+    def parts(self) -> tuple[tuple[str, ...], ...]:
+        """Where each part of a message's content came from."""
+        return tuple(
+            tuple(
+                f"{place}.{'output' if m['role'] == 'tool' else 'content'}[{i}]" for i in range(n)
+            )
+            if isinstance(m.get("content"), list) and (n := len(m["content"]))
+            else ()
+            for m, place in zip(self.messages, self.places, strict=True)
+        )
 
     def end_turn(self) -> None:
         turn, self._turn = self._turn, {}

@@ -25,6 +25,8 @@ MAX_BIASES = 1024
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Priority = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]  # the lower, the earlier
+Choices = Annotated[int, Meta(extra_json_schema={"minimum": 1})]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 REFUSED: Mapping[str, str] = {
@@ -50,14 +52,15 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    n: Choices | None = None  # the upper bound is a setting
+    best_of: Choices | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Id] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
+    priority: Priority | None = None
     user: str | None = None
 
 
@@ -112,13 +115,13 @@ def fit_sampling(
 
 def to_sampling(body: SamplingBody, limits: RequestLimits, logprobs: int | None) -> Sampling:
     """Check what the types cannot say, and translate. `max_tokens` stays 1 until `fit_sampling`."""
+    if body.n is not None and not 1 <= body.n <= limits.max_choices:
+        raise InvalidRequest(
+            f"`n` is {body.n}; it must be an integer from 1 to {limits.max_choices}", param="n"
+        )
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise InvalidRequest(
             "`best_of` is not offered: ask for `n` choices and pick one", param="best_of"
-        )
-    if body.n is not None and body.n > limits.max_choices:
-        raise InvalidRequest(
-            f"`n` is {body.n}; it must be an integer from 1 to {limits.max_choices}", param="n"
         )
     if body.min_tokens and body.max_tokens and body.min_tokens > body.max_tokens:
         raise InvalidRequest(
@@ -133,7 +136,7 @@ def to_sampling(body: SamplingBody, limits: RequestLimits, logprobs: int | None)
         top_k=top_k,
         top_p=body.top_p or 1.0,
         min_p=body.min_p or 0.0,
-        seed=secrets.randbits(63) if body.seed is None else body.seed & (2**63 - 1),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
         presence=body.presence_penalty or 0.0,
         frequency=body.frequency_penalty or 0.0,
         repetition=body.repetition_penalty or 1.0,

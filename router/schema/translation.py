@@ -19,19 +19,21 @@ from router.schema.limits import RequestLimits
 
 SCRIPT_FIELDS = ("baton_script", "baton_script_ids", "baton_script_ends")
 
-_MESSAGE = re.compile(r"messages\[(\d+)\][\w.\[\]]*")
+_MESSAGE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?[\w.\[\]]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
     """The client's names of what a chat request calls otherwise.
 
-    `places[i]` is where the chat's message i came from; `names` holds pairs of paths, the longer
-    before the shorter.
+    `places[i]` is where the chat's message i came from, `parts[i]` where each part of its content
+    did, if that is told; `names` holds pairs of paths, the longer before the shorter.
     """
 
     places: tuple[str, ...]
+    parts: tuple[tuple[str, ...], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+    call_id: str = "call_id"  # of a result, the field that names its call
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -43,10 +45,11 @@ class Words:
         try:
             yield
         except InvalidRequest as error:
-            param = None if error.param is None else self._back(error.param)
-            raise type(error)(self._back(str(error)), param=param) from None
+            param = None if error.param is None else self.back(error.param)
+            raise type(error)(self.back(str(error)), param=param) from None
 
-    def _back(self, text: str) -> str:
+    def back(self, text: str) -> str:
+        """A path, or a sentence with paths, in the client's words."""
         text = _MESSAGE.sub(self._place, text)
         for ours, theirs in self.names.items():
             text = re.sub(ours, theirs, text)
@@ -54,7 +57,13 @@ class Words:
 
     def _place(self, match: re.Match[str]) -> str:
         index = int(match[1])
-        return self.places[index] if index < len(self.places) else match[0]
+        if index >= len(self.places):
+            return match[0]
+        parts = self.parts[index] if index < len(self.parts) else ()
+        if match[2] is not None and int(match[2]) < len(parts):
+            return parts[int(match[2])]
+        tail = f".{self.call_id}" if match[0].endswith(".tool_call_id") else ""
+        return self.places[index] + tail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

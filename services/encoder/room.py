@@ -25,7 +25,7 @@ from common.contract.messages import (
     Release,
     Renew,
 )
-from common.errors import Cancelled, ConfigError, HandoffRefused
+from common.errors import Cancelled, ConfigError, HandoffRefused, ImageRejected
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
@@ -121,11 +121,14 @@ class EncoderRoom:
 
     async def _prepare_all(self, job: EncodeJob, prepared: dict[bytes, Prepared]) -> None:
         loop = asyncio.get_running_loop()
-        for image, payload in zip(job.images, job.payloads, strict=True):
+        for at, (image, payload) in enumerate(zip(job.images, job.payloads, strict=True)):
             if payload and key_of(image) not in prepared:
-                prepared[key_of(image)] = await loop.run_in_executor(
-                    self._threads, self._prepare, payload, image
-                )
+                try:
+                    prepared[key_of(image)] = await loop.run_in_executor(
+                        self._threads, self._prepare, payload, image
+                    )
+                except ImageRejected as error:
+                    raise ImageRejected(str(error), param=f"images[{at}]") from None
 
     def _prepare(self, payload: bytes, image: ImageRef) -> Prepared:
         patches = prepare(payload, image, self._rules)

@@ -32,9 +32,9 @@ class Place:
         return go
 
 
-def queue(limit: int = 8, wait_s: float = 5.0) -> tuple[Admission, Bell]:
+def queue(limit: int = 8, wait_s: float = 5.0, **more) -> tuple[Admission, Bell]:
     bell = Bell()
-    return Admission(RouterSettings(queue_limit=limit, queue_wait_s=wait_s), bell), bell
+    return Admission(RouterSettings(queue_limit=limit, queue_wait_s=wait_s, **more), bell), bell
 
 
 async def test_only_the_head_tries_and_all_come_in_the_order_they_came():
@@ -137,6 +137,51 @@ async def test_a_request_that_has_begun_to_answer_goes_first_and_past_the_limit(
     await asyncio.gather(first, second)
     assert sorted(order) == ["begun", "new"]
     assert "begun" in place.asked
+
+
+async def order_of(priorities: dict[str, int], *, apart_s: float = 0.0, **settings) -> str:
+    """Names in the order in which their requests got a place, if they came in this order."""
+    admission, bell = queue(**settings)
+    place = Place(0)
+    order: list[str] = []
+
+    async def one(name: str, priority: int) -> None:
+        order.append(await admission.enter(place.attempt(name), priority=priority))
+
+    tasks = []
+    for name, priority in priorities.items():
+        tasks.append(asyncio.create_task(one(name, priority)))
+        await until(lambda: len(admission) == len(tasks))
+        await asyncio.sleep(apart_s)
+    for _ in tasks:
+        place.free = 1
+        bell.ring()
+        await until(lambda: place.free == 0)
+    await asyncio.gather(*tasks)
+    return "".join(order)
+
+
+async def test_a_lower_priority_goes_first_and_equals_keep_their_order():
+    assert await order_of({"a": 0, "b": 5, "c": -5, "d": 0, "e": -5}) == "ceadb"
+
+
+async def test_nobody_is_overtaken_for_longer_than_the_steps_are_worth():
+    settings = {"apart_s": 0.05, "priority_s": 0.002}  # ten steps either way: 0.04 s
+    assert await order_of({"a": 10**9, "b": -(10**9), "c": 0}, **settings) == "abc"
+    assert await order_of({"a": 3, "b": -3}, priority_s=0.0) == "ab"
+
+
+async def test_part_of_a_request_that_has_begun_waits_without_a_limit():
+    admission, bell = queue(limit=1, wait_s=0.05)
+    place = Place(0)
+    first = asyncio.create_task(admission.enter(place.attempt("a"), has_begun=True))
+    await until(lambda: len(admission) == 1)
+    second = asyncio.create_task(admission.enter(place.attempt("b"), has_begun=True))
+    await asyncio.sleep(0.2)
+    assert len(admission) == 2
+    place.free = 2
+    bell.ring()
+    assert await asyncio.gather(first, second) == ["a", "b"]
 
 
 def item(number: int) -> TokenItem:

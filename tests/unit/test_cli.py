@@ -4,6 +4,7 @@ import pytest
 
 from services.cli import main
 from tests.support.golden import NANO
+from tests.support.sites import standing
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,15 @@ def test_a_mistake_is_a_sentence(arguments, said, capsys, monkeypatch):
     out = capsys.readouterr()
     assert said in out.err
     assert out.err.startswith("baton: ")
+
+
+@pytest.mark.parametrize("tail", ["/v1", "/v1/", ""])
+def test_a_conversation_takes_the_address_that_other_clients_take(tail, capsys, monkeypatch):
+    said = iter(["hello", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    with standing() as place:
+        assert main(["chat", "--url", place.url + tail]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_good_checkpoint_is_listed(capsys):

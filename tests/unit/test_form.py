@@ -289,6 +289,51 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema, said, where
     assert refused.value.param
 
 
+NODE = {"type": "object", "required": ["next"]}
+NEXT = {"$ref": "#/$defs/node"}
+
+
+def linked(**node) -> dict:
+    """A schema of nodes; `node` changes what a node is."""
+    node = NODE | {"properties": {"next": NEXT}} | node
+    return {"$defs": {"node": node}, "type": "object", "properties": {"x": NEXT}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        linked(),
+        linked(type="array", minItems=1, items=NEXT),
+        linked(type="array", minItems=2, prefixItems=[{}], items=NEXT),
+        linked(properties={"next": {"anyOf": [NEXT, {"allOf": [NEXT]}]}}),
+        linked(properties={}, additionalProperties=NEXT),
+    ],
+)
+def test_a_schema_that_only_something_endless_would_follow_is_refused(schema):
+    for ask in (schema_form, tool_form):
+        with pytest.raises(InvalidRequest, match=r"#/properties/x .*never ends"):
+            ask(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        linked(required=[]),
+        linked(type=["object", "null"]),
+        linked(type="array", minItems=1, prefixItems=[{}], items=NEXT),
+        linked(properties={"next": {"anyOf": [NEXT, {"type": "null"}]}}),
+        linked(enum=[{"next": 1}]),
+    ],
+)
+def test_a_schema_that_leads_back_to_itself_may_end(schema):
+    assert schema_form(schema).grammar and tool_form(schema).grammar
+
+
+def test_a_grammar_that_leads_back_to_itself_may_end():
+    for text in ('root ::= "x" root?', 'root ::= ("x" root){0,1}', 'root ::= "(" root ")" | "y"'):
+        assert form(structured_outputs={"grammar": text}).grammar
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -296,6 +341,11 @@ def test_a_schema_that_cannot_be_enforced_is_refused_by_name(schema, said, where
         ({"structured_outputs": {"grammar": "root ::= other"}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"grammar": 'root ::= ("x"'}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"grammar": 'root ::= "x" <[7]>'}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": 'root ::= "x" root'}}, "structured_outputs.grammar"),
+        (
+            {"structured_outputs": {"grammar": 'root ::= "x" (a | b)+\na ::= [x] b\nb ::= a a?'}},
+            "structured_outputs.grammar",
+        ),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
         ({"structured_outputs": {"regex": "a\\"}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),

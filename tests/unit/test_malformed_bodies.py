@@ -85,7 +85,10 @@ MESSAGES = {
             "content": [
                 {"type": "text", "text": "a"},
                 {"type": "image", "source": {"type": "url", "url": "https://x"}},
-                {"type": "image", "source": {"type": "base64", "media_type": "x", "data": "x"}},
+                {
+                    "type": "image",
+                    "source": {"type": "base64", "media_type": "image/png", "data": "x"},
+                },
             ],
         },
         {

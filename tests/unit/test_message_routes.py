@@ -262,7 +262,11 @@ REFUSED = [
                 },
             ]
         },
-        "`messages[1].content[0]` answers no earlier tool call",
+        "`messages[1].content[0].tool_use_id` answers no earlier tool call",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]},
+        "`messages[0].content[0].tool_use_id` answers no earlier tool call",
     ),
     (
         {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The"}]},
@@ -277,7 +281,34 @@ REFUSED = [
                 }
             ]
         },
-        "is no image that can be read",
+        "`messages[0].content[0]`: the data is no image that can be read",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "base64", "data": "%"}}],
+                }
+            ]
+        },
+        "the image's data is not base64",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "image",
+                            "source": {"type": "base64", "data": "AA", "media_type": "text/css"},
+                        }
+                    ],
+                }
+            ]
+        },
+        'source.media_type` is "text/css"; it must be image/png, image/jpeg',
     ),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`tools[0].type`"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "`tools[0].name`"),

@@ -229,7 +229,11 @@ REFUSED = [
                 {"type": "function_call_output", "call_id": "a", "output": "x"},
             ]
         },
-        "input[1]",
+        "input[1].call_id",
+    ),
+    (
+        {"input": [{"type": "function_call_output", "call_id": "a", "output": "x"}]},
+        "input[0].call_id",
     ),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"conversation": "c"}, "conversation"),

@@ -19,7 +19,7 @@ from PIL import Image
 
 from common.config import settings as cs
 from common.contract import messages as m
-from common.errors import CapacityError, HandoffRefused, PoisonedState
+from common.errors import CapacityError, HandoffRefused, ImageRejected, PoisonedState
 from router.app import Router
 from router.seats import Seats, seats_of
 from tests.support.rooms import SECRET, World, until
@@ -168,6 +168,22 @@ async def test_bad_input_gets_a_sentence_and_reaches_no_room(content, status, wo
         assert word in error["message"]
         assert (await here.chat()).status_code == 200
         assert here.world["p1"].names().count("PrefillJob") == 1
+
+
+async def test_a_picture_that_turns_out_to_be_damaged_is_named():
+    good = io.BytesIO()
+    Image.new("RGB", (28, 28)).save(good, "PNG")
+    uri = "data:image/png;base64," + base64.b64encode(good.getvalue()).decode()
+    content = [{"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": uri}}]
+    async with site() as here:
+        refused = ImageRejected("the PNG image is cut short", param="images[0]")
+        here.world["e1"].plant(m.EncodeJob, refused)
+        reply = await here.chat(messages=[{"role": "user", "content": content}])
+        await here.nothing_left()
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["code"] == "invalid_image"
+    assert error["param"] == "messages[0].content[1].image_url"
 
 
 async def test_a_body_without_a_length_is_read_no_further_than_the_limit():

@@ -54,7 +54,8 @@ def test_null_means_unset():
 def test_a_missing_seed_differs_from_request_to_request():
     assert parse().sampling.seed != parse().sampling.seed
     assert parse(seed=7).sampling.seed == 7
-    assert parse(seed=-1).sampling.seed >= 0
+    seeds = (-1, 2**63 - 1, -(2**63), 0)
+    assert [parse(seed=seed).sampling.seed for seed in seeds] == list(seeds)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +67,9 @@ def test_a_missing_seed_differs_from_request_to_request():
         ("top_p", 1.5, "from 0 to 1"),
         ("top_k", -7, "an integer from -1"),
         ("n", -1, "from 1"),
-        ("n", 0, "from 1"),
-        ("n", 99, "from 1 to 16"),
+        ("n", 0, "`n` is 0; it must be an integer from 1 to 16"),
+        ("n", 17, "`n` is 17; it must be an integer from 1 to 16"),
+        ("n", 500, "`n` is 500; it must be an integer from 1 to 16"),
         ("n", 1.5, "an integer"),
         ("max_tokens", -5, "from 1"),
         ("max_tokens", 0, "from 1"),
@@ -97,6 +99,15 @@ def test_a_wrong_value_is_refused_naming_the_field_and_what_is_allowed(field, va
     assert said in str(error)
 
 
+@pytest.mark.parametrize("value", ["no", 0, [False]])
+def test_a_switch_of_thinking_must_be_a_boolean(value):
+    for name in ("thinking", "enable_thinking"):
+        error = refusal(chat_template_kwargs={name: value})
+        assert error.param == f"chat_template_kwargs.{name}" and "boolean" in str(error)
+    told = parse(chat_template_kwargs={"thinking": False, "style": "x"})
+    assert (told.thinking, told.ignored) == (False, ("chat_template_kwargs.style",))
+
+
 @pytest.mark.parametrize(
     ("message", "param"),
     [
@@ -108,7 +119,8 @@ def test_a_wrong_value_is_refused_naming_the_field_and_what_is_allowed(field, va
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "video"}]}, "messages[0].content[0].type"),
         ({"role": "assistant", "tool_calls": 3}, "messages[0].tool_calls"),
-        ({"role": "tool", "tool_call_id": "x", "content": "y"}, "messages"),
+        ({"role": "tool", "tool_call_id": "x", "content": "y"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "content": "x"}, "messages"),
     ],
 )
 def test_a_wrong_message_is_refused_naming_its_place(message, param):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 
 import pytest
 
 from common.contract import messages as m
 from common.errors import PoisonedState
-from tests.unit.test_routes import site
+from tests.support.rooms import until
+from tests.unit.test_routes import SETTINGS, site
 
 TEXT = "/v1/completions"
 
@@ -66,11 +68,60 @@ async def test_a_failure_inside_a_stream_is_an_event_without_done():
 
 async def test_a_client_that_leaves_takes_all_its_prompts_along():
     async with site() as here:
+        here.router.readiness._due_at = lambda pair: float("inf")  # a probe would be held too
         here.world["p1"].gate(m.PrefillJob)
         request = here.http.post(TEXT, json=body(prompt=["a", "b", "c"]))
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(request, 0.3)
         await here.nothing_left()
+
+
+async def test_a_request_with_more_prompts_than_there_is_room_for_waits_behind_itself():
+    """Longer than a stranger may wait, and with more prompts than may wait."""
+    router = dataclasses.replace(SETTINGS.router, queue_wait_s=0.3, queue_limit=2)
+    async with site(dataclasses.replace(SETTINGS, router=router)) as here:
+        here.router.readiness._due_at = lambda pair: float("inf")
+        here.world["d1"].slots = 2
+        here.world.step_s = 0.02
+        asked = body(prompt=[f"{number}" for number in range(12)], baton_script="x" * 12)
+        for stream in (False, True):
+            most, sending = (
+                0,
+                asyncio.create_task(here.http.post(TEXT, json=asked | {"stream": stream})),
+            )
+            while not sending.done():
+                most = max(most, len(here.router.house.admission))
+                await asyncio.sleep(0.005)
+            reply = sending.result()
+            assert reply.status_code == 200, reply.text
+            assert most == 1
+            assert stream is False or reply.text.endswith("data: [DONE]\n\n")
+            await here.nothing_left()
+
+
+async def test_the_first_prompt_is_refused_like_a_strangers():
+    router = dataclasses.replace(SETTINGS.router, queue_wait_s=0.1)
+    async with site(dataclasses.replace(SETTINGS, router=router)) as here:
+        here.world["d1"].slots = 0
+        for stream in (False, True):
+            reply = await here.http.post(TEXT, json=body(prompt=["a", "b"], stream=stream))
+            assert reply.status_code == 429
+
+
+async def test_the_lower_priority_gets_the_next_place():
+    async with site() as here:
+        here.router.readiness._due_at = lambda pair: float("inf")
+        here.world["d1"].slots = 0
+        sent = []
+        for number, priority in enumerate((2, 0, -3)):
+            asked = body(prompt=[[number + 5]], priority=priority)
+            sent.append(asyncio.create_task(here.http.post(TEXT, json=asked)))
+            await until(lambda: len(here.router.house.admission) == len(sent))
+        here.world["d1"].slots = 1
+        replies = await asyncio.gather(*sent)
+        assert [reply.status_code for reply in replies] == [200] * 3
+        seen = [x.token_ids[0] for x in here.world["p1"].seen if isinstance(x, m.PrefillJob)]
+        assert [first for first in seen if first in (5, 6, 7)] == [7, 6, 5]
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ def test_a_truncated_reply_never_completes_an_argument():
     [
         ("number", "12345678901234567890123", "12345678901234567890123"),
         ("number", "1.50", "1.50"),
-        ("number", "1e400", "1e400"),
+        ("number", "-1.5E+300", "-1.5E+300"),
+        ("number", "1e400", '"1e400"'),
+        ("array", "[0, -1e400]", '"[0, -1e400]"'),
         ("number", "9" * 5000, "9" * 5000),
         ("null", "null", "null"),
         ("array", '[1, "é", {"k": null}]', '[1, "é", {"k": null}]'),
@@ -189,6 +191,15 @@ def test_a_truncated_reply_never_completes_an_argument():
 def test_arguments_survive_as_they_were_written(kind, value, written):
     reply = read(THOUGHT + tools(call("f", argument("k", kind, value))))
     assert reply["calls"] == [["f", '{"k": ' + written + "}"]]
+
+
+@pytest.mark.parametrize("kind", ["number", "string"])
+def test_an_argument_given_twice_is_given_out_as_it_came_first(kind):
+    said = [argument("a", "number", "1"), argument("a", kind, "2"), argument("b", "number", "3")]
+    assert read(THOUGHT + tools(call("f", *said)))["calls"] == [["f", '{"a": 1, "b": 3}']]
+    left_open = THOUGHT + tag("tools") + tag("call", tool="f", index=1) + said[0]
+    left_open += tag("argument", key="a", type=kind) + "2" + end("tools")
+    assert read(left_open)["calls"] == [["f", '{"a": 1}']]
 
 
 def test_names_and_keys_are_unescaped():
