@@ -24,7 +24,7 @@ import torch.distributed as dist
 from common.parallel.collectives import open_axes
 from common.parallel.exchange import AllToAll
 from common.parallel.mesh import Mesh
-from common.parallel.placement import even, routes
+from common.parallel.placement import Routes, even, routes
 
 ROUNDS, WARM = 50, 10
 
@@ -39,16 +39,16 @@ def rank_main(args: argparse.Namespace) -> None:
     mesh = Mesh(data=args.ranks, expert=args.ranks)
     axes = open_axes(mesh, args.rank, store, backend=args.backend)
     table = routes(even(args.experts, args.ranks), args.experts, device)
-    exchange = AllToAll(axes["expert"], table)
+    exchange = AllToAll(axes["expert"])
     for rows in args.rows:
-        times, sent = timed(exchange, rows, args, device)
+        times, sent = timed(exchange, table, rows, args, device)
         if args.rank == 0:
             print(json.dumps(line(args, rows, times, sent)), flush=True)
     os._exit(0)
 
 
 def timed(
-    exchange: AllToAll, rows: int, args: argparse.Namespace, device: torch.device
+    exchange: AllToAll, table: Routes, rows: int, args: argparse.Namespace, device: torch.device
 ) -> tuple[list[float], int]:
     draw = torch.Generator().manual_seed(args.rank)
     scores = torch.rand(rows, args.experts, generator=draw)
@@ -59,7 +59,7 @@ def timed(
     for _ in range(ROUNDS + WARM):
         synchronize(device)
         started = time.perf_counter()
-        arrived = exchange.dispatch(z, ids, keep)
+        arrived = exchange.dispatch(z, ids, keep, table)()
         exchange.combine(arrived.rows, arrived)
         synchronize(device)
         times.append(time.perf_counter() - started)

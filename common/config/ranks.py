@@ -69,6 +69,9 @@ def rank_memory(
     tensor: int = 1,
     expert: int = 1,
     data: int = 1,
+    spread: bool = False,
+    spare: int = 0,
+    landing: bool = False,
     slots: int = 0,
     pages: int = 0,
     reserve: int = 0,
@@ -82,6 +85,9 @@ def rank_memory(
         tensor: ranks that cut heads, vocabulary and widths.
         expert: shares of the experts.
         data: lanes.
+        spread: whether each tensor rank has the shared expert whole.
+        spare: places for copies of experts.
+        landing: whether memory for one more layer's experts is kept, where moved ones arrive.
         slots: of one lane.
         pages: of one lane.
         reserve: bytes for everything else.
@@ -92,8 +98,10 @@ def rank_memory(
     """
     text = spec.text
     return RankMemory(
-        text=text_bytes(spec, dtype, tensor=tensor),
-        experts=share_bytes(spec, dtype, tensor=tensor, data=data, expert=expert),
+        text=text_bytes(spec, dtype, tensor=tensor, spread=spread),
+        experts=share_bytes(
+            spec, dtype, tensor=tensor, data=data, expert=expert, spare=spare, landing=landing
+        ),
         slots=slots * slot_bytes(text, dtype, tensor=tensor),
         pages=pages * page_bytes(text, dtype),
         reserve=reserve,
@@ -101,26 +109,36 @@ def rank_memory(
     )
 
 
-def text_bytes(spec: ModelSpec, dtype: str, *, tensor: int) -> int:
+def text_bytes(spec: ModelSpec, dtype: str, *, tensor: int, spread: bool = False) -> int:
     """Weights other than routed experts on one of `tensor` ranks."""
     narrow, wide = text_values(spec.text)
     cut, cut_wide = cut_values(spec.text)
+    cut -= shared_values(spec.text) if spread else 0
     size = item_bytes(dtype)
     whole = (narrow - cut) * size + (wide - cut_wide) * 4
     return whole + -(-cut * size // tensor) + -(-cut_wide * 4 // tensor)
 
 
-def share_bytes(spec: ModelSpec, dtype: str, *, tensor: int, data: int, expert: int) -> int:
+def share_bytes(
+    spec: ModelSpec,
+    dtype: str,
+    *,
+    tensor: int,
+    data: int,
+    expert: int,
+    spare: int = 0,
+    landing: bool = False,
+) -> int:
     """Routed experts of the fullest rank: a share of them, its widths cut by those who share it."""
     text = spec.text
     widths = tensor // max(1, expert // data)
-    own = -(-text.moe.num_experts // expert) * len(text.moe_layers)
+    own = (-(-text.moe.num_experts // expert) + spare) * (len(text.moe_layers) + landing)
     return -(-own * expert_bytes(spec, dtype) // widths)
 
 
 def cut_values(text: TextSpec) -> tuple[int, int]:
     """Values outside the experts that tensor ranks cut: of the model's dtype, and of fp32."""
-    h, kda, mla, moe = text.hidden, text.kda, text.mla, text.moe
+    h, kda, mla = text.hidden, text.kda, text.mla
     a_kda = 4 * h * kda.inner + kda.head_dim * kda.inner + h * kda.num_heads
     a_kda += h * kda.inner if kda.full_rank_gate else kda.head_dim * kda.inner
     queries = mla.num_heads * (mla.nope_dim + mla.rope_dim)
@@ -128,10 +146,16 @@ def cut_values(text: TextSpec) -> tuple[int, int]:
     a_mla += mla.kv_lora_rank * mla.num_heads * (mla.nope_dim + mla.v_dim)
     a_mla += mla.num_heads * mla.v_dim * h * (2 if mla.output_gate else 1)
     dense = 3 * h * text.dense_width * (text.num_layers - len(text.moe_layers))
-    shared = 3 * h * moe.width * moe.num_shared * len(text.moe_layers)
+    shared = shared_values(text)
     layers = len(text.kda_layers) * a_kda + len(text.mla_layers) * a_mla
     wide = len(text.kda_layers) * (3 * kda.inner * kda.conv_taps + kda.inner + kda.num_heads)
     return 2 * text.vocab * h + layers + dense + shared, wide
+
+
+def shared_values(text: TextSpec) -> int:
+    """Values of all layers' shared experts."""
+    moe = text.moe
+    return 3 * text.hidden * moe.width * moe.num_shared * len(text.moe_layers)
 
 
 def stored_text(spec: ModelSpec, dtype: str) -> int:

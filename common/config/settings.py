@@ -153,6 +153,7 @@ class PrefillSettings:
     tensor: int = 1
     data: int = 1
     expert: int = 1
+    spread: bool = False
 
     def __post_init__(self) -> None:
         _positive(
@@ -173,9 +174,29 @@ class DecodeSettings:
     tensor: int = 1  # ranks of a lane that cut heads, vocabulary and widths
     data: int = 1  # lanes of such ranks, each with requests of its own
     expert: int = 1  # shares of whole experts; tensor x data spreads them over all ranks
+    spread: bool = False  # between mixers a tensor rank keeps its own rows; expert = tensor x data
+    spare_experts: int = 0  # places of every share for copies of popular experts
+    rebalance_s: float = (
+        0.0  # between two looks at the experts' load; 0: experts stay where they are
+    )
 
     def __post_init__(self) -> None:
         _positive("decode", {"slots": self.slots, "pages": self.pages, "max_batch": self.max_batch})
+        if min(self.spare_experts, self.rebalance_s) < 0:
+            raise ConfigError(
+                f"decode.spare_experts is {self.spare_experts} and decode.rebalance_s "
+                f"{self.rebalance_s:g}; neither may be below 0"
+            )
+        if (self.spare_experts or self.rebalance_s) and self.expert == 1:
+            raise ConfigError(
+                "decode.spare_experts and decode.rebalance_s need experts on several shares; set "
+                "decode.expert above 1, or both to 0"
+            )
+        if self.spare_experts and not self.rebalance_s:
+            raise ConfigError(
+                f"decode.spare_experts is {self.spare_experts} and nothing would use them; set "
+                "decode.rebalance_s, for example to 60"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,12 @@ def feed_forward(
     run: Run,
     layer: int = 0,
 ) -> Tensor:
-    """x [rows, D] already normed -> [rows, D]. `layer` counts MoE layers, for their statistics."""
+    """x [rows, D] already normed -> [rows, D], this rank's where rows are spread.
+
+    `layer` counts MoE layers.
+    """
     if isinstance(w, MlpWeights):
-        return run.reduce(_dense(x, w, act, run))
+        return run.reduce(_dense(run.gather(x), w, act, run))
     return _mixture(x, w, spec, act, run, layer)
 
 
@@ -39,13 +42,14 @@ def router_logits(x: Tensor, w: MoeWeights, run: Run) -> Tensor:
     return run.linear(x.float(), w.router)
 
 
-def idle(w: MoeWeights, width: int, spec: TextSpec, act: Activation, run: Run) -> None:
+def idle(layer: int, w: MoeWeights, width: int, spec: TextSpec, act: Activation, run: Run) -> None:
     """Compute for other ranks' rows in a pass that has none here; `width` is the experts' input."""
     assert run.team is not None
     none = w.router.new_zeros(0, spec.moe.top_k)
     ids = none.to(torch.int64)
     z = torch.zeros(0, width, dtype=run.memory.latent.dtype, device=none.device)
-    run.team.experts(z, ids, none, ids[:, 0].bool(), _own(w, act, run))
+    arrived = run.team.begin(layer, z, ids, ids[:, 0].bool())
+    run.team.finish(arrived(), none, _own(w, act, run))
 
 
 def _dense(x: Tensor, w: MlpWeights, act: Activation, run: Run) -> Tensor:
@@ -66,9 +70,8 @@ def _mixture(
         scaling=moe.scaling,
     )
     z = x if w.latent_down is None else run.linear(x, w.latent_down)
-    out = _routed(z, ids, weights, w, act, run, layer)
-    shared = None if w.shared is None else _dense(x, w.shared, act, run)
-    if run.team is not None:
+    out, shared = _both(x, z, ids, weights, w, act, run, layer)
+    if run.team is not None and not run.team.mesh.spread:
         # Before the norm: the routed sum is whole only now. One reduction serves both sums.
         both = out if shared is None else torch.cat([out, shared], -1)
         out, shared = run.reduce(both).tensor_split((z.shape[-1],), -1)
@@ -81,7 +84,8 @@ def _mixture(
     return out if shared is None else torch.add(out, shared)
 
 
-def _routed(
+def _both(
+    x: Tensor,
     z: Tensor,
     ids: Tensor,
     weights: Tensor,
@@ -89,17 +93,23 @@ def _routed(
     act: Activation,
     run: Run,
     layer: int,
-) -> Tensor:
-    """The experts' weighted sum [rows, Z]; with a team, this rank's part of it."""
-    if run.team is None:
-        out: Tensor = run.ops.experts(z, ids, weights, w.experts, act, run.tile)
-        return out
-    keep = run.tokens()
-    run.team.count(layer, ids, keep)
-    if run.team.exchange is not None:
-        return run.team.experts(z, ids, weights, keep, _own(w, act, run))
-    whole: Tensor = run.ops.experts(z, ids, weights, w.experts, act, run.tile)
-    return whole
+) -> tuple[Tensor, Tensor | None]:
+    """The experts' weighted sum [rows, Z] and the shared expert's output; this rank's part of both.
+
+    The shared expert computes while rows are on their way to the experts of other ranks.
+    """
+    team = run.team
+    arrived = None
+    if team is not None:
+        keep = run.own(run.tokens())
+        team.count(layer, ids, keep)
+        if team.exchange is not None:
+            arrived = team.begin(layer, z, ids, keep)
+    shared = None if w.shared is None else _dense(x, w.shared, act, run)
+    if team is not None and arrived is not None:
+        return team.finish(arrived(), weights, _own(w, act, run)), shared
+    out: Tensor = run.ops.experts(z, ids, weights, w.experts, act, run.tile)
+    return out, shared
 
 
 def _own(w: MoeWeights, act: Activation, run: Run) -> Compute:

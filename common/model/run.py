@@ -6,6 +6,7 @@ has one row a share and then padding to a whole tile. Owns no memory and knows n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +38,26 @@ class Run:
         return self.ops.linear(x, weight, self.tile)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of what the tensor ranks computed with their cut of a product's inputs."""
-        return x if self.team is None else self.team.tensor.all_reduce(x)
+        """The sum of what the tensor ranks computed with their cut of a product's inputs.
+
+        Where rows are spread each rank gets its own alone: [rows, ...] -> [rows / ranks, ...].
+        """
+        if self.team is None:
+            return x
+        axis = self.team.tensor
+        return axis.reduce_scatter(x) if self.team.mesh.spread else axis.all_reduce(x)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """All rows, from those that each tensor rank keeps; the same where every rank has all."""
+        if self.team is None or not self.team.mesh.spread:
+            return x
+        return torch.cat(self.team.tensor.all_gather(x))
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's rows of all; the same where every rank has all."""
+        if self.team is None or not self.team.mesh.spread:
+            return x
+        return x.chunk(self.team.tensor.size)[self.team.seat.tensor] if len(x) else x
 
     def tokens(self) -> Tensor:
         """bool [rows]: which rows are tokens and not padding."""
@@ -77,7 +96,10 @@ def prepare(
     slots = torch.tensor([share.slot for share in shares], device=device)
     starts = torch.tensor([share.start for share in shares], device=device)
     if batch.kind == "steps":
-        rows = -(-len(shares) // STEP_TILE) * STEP_TILE if exact else len(shares)
+        unit = STEP_TILE if exact else 1
+        if team is not None and team.mesh.spread:
+            unit = math.lcm(unit, team.mesh.tensor)
+        rows = -(-len(shares) // unit) * unit
         steps = Steps(slots=slots, starts=starts, tables=tables)
         tile = STEP_TILE if exact else None
         return Run(

@@ -110,7 +110,7 @@ class TextModel:
             if layer in layers:
                 after = residual.prefix_after if convention == "prefix" else None
                 state = after() if after else residual.stream_after(layer)
-                states.append(state[real])
+                states.append(run.gather(state)[real])
         features = Features(layers=tuple(layers), states=tuple(states))
         return self._logits(batch, residual, run), features
 
@@ -124,14 +124,14 @@ class TextModel:
             return
         spec = self.spec
         run = empty(memory, self._ops, exact=self._exact, team=self.team)
-        for layer in spec.moe_layers:
+        for ordinal, layer in enumerate(spec.moe_layers):
             ffn = self.weights.layers[layer].ffn
             assert isinstance(ffn, MoeWeights)
-            idle(ffn, spec.moe.latent or spec.hidden, spec, self._act, run)
+            idle(ordinal, ffn, spec.moe.latent or spec.hidden, spec, self._act, run)
 
     def _layer(self, layer: int, residual: Residual, run: Run) -> None:
         spec, w = self.spec, self.weights.layers[layer]
-        x = residual.to_mixer(layer)
+        x = run.gather(residual.to_mixer(layer))
         if isinstance(w.mixer, KdaWeights):
             out = kda.mix(x, w.mixer, spec.kda, spec.kda_layers.index(layer), run)
         else:
@@ -149,7 +149,7 @@ class TextModel:
                 memory.conv[share.slot] = 0
 
     def _embed(self, batch: StepBatch, run: Run) -> Tensor:
-        """[rows, D]; image rows replaced, padding embedded as token 0."""
+        """[rows, D], of them this rank's; image rows replaced, padding embedded as token 0."""
         table = self.weights.embed
         ids = torch.zeros(run.rows, dtype=torch.int64)
         rows = token_rows(batch)
@@ -160,7 +160,7 @@ class TextModel:
             if share.embeds is not None and share.embed_at:
                 at = torch.tensor(share.embed_at, device=table.device) + row
                 hidden[at] = share.embeds.to(table.device, table.dtype)
-        return hidden
+        return run.own(hidden)
 
     def _look_up(self, ids: Tensor, run: Run) -> Tensor:
         """Rows of the table; each tensor rank adds those of its part of the vocabulary."""
@@ -169,7 +169,8 @@ class TextModel:
             return table[ids]
         local = ids - run.team.seat.tensor * len(table)
         own = (local >= 0) & (local < len(table))
-        return run.reduce(table[local.clamp(0, len(table) - 1)] * own.unsqueeze(1))
+        found = table[local.clamp(0, len(table) - 1)] * own.unsqueeze(1)
+        return run.team.tensor.all_reduce(found)
 
     def _logits(self, batch: StepBatch, residual: Residual, run: Run) -> Tensor:
         last = [
@@ -180,11 +181,22 @@ class TextModel:
         head = self.weights.head
         if not last:
             return torch.zeros(0, self.spec.vocab, device=head.device)
-        final = residual.result(torch.tensor(last, device=head.device))
+        final = _finished(residual, torch.tensor(last, device=head.device), run)
         logits = self._ops.linear(final, head, STEP_TILE if self._exact else None).float()
         if run.team is None:
             return logits
         return torch.cat(run.team.tensor.all_gather(logits), -1)[:, : self.spec.vocab]
+
+
+def _finished(residual: Residual, rows: Tensor, run: Run) -> Tensor:
+    """The normed result of rows of the pass; spread ones each from the rank that has it."""
+    if run.team is None or not run.team.mesh.spread:
+        return residual.result(rows)
+    each = run.rows // run.team.tensor.size
+    local = rows - run.team.seat.tensor * each
+    own = (local >= 0) & (local < each)
+    found = residual.result(local.clamp(0, each - 1))
+    return run.team.tensor.all_reduce(torch.where(own.unsqueeze(1), found, 0))
 
 
 def _real_rows(batch: StepBatch) -> Tensor:

@@ -115,6 +115,13 @@ _ALL = (
     _seconds("baton_decode_step_seconds", "decode", "How long does one step take?"),
     _counts("baton_decode_batch", "choices", "decode", "How full is a step?"),
     _seconds("baton_decode_wait_seconds", "decode", "How long does a ticket wait for its READ?"),
+    _counter("baton_experts_moved_total", "experts", "decode", "How many changed ranks?"),
+    _gauge(
+        "baton_expert_imbalance",
+        "ratio",
+        "decode",
+        "How many times the mean has the busiest share?",
+    ),
     _counter("baton_reservations_refused_total", "requests", "decode", "How often is it full?"),
     # the hand-off
     _seconds("baton_pull_seconds", "transfer", "How long does a READ take?"),

@@ -7,7 +7,7 @@ same bits. A lost rank ends the call with RoomLost on all others. Knows no model
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,6 +44,11 @@ class Axis(Protocol):
         x [sum(send), ...] -> [sum(receive), ...].
         """
 
+    def begin_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """The same under way: what is returned waits for its end and has the rows."""
+
 
 class Solo:
     """An axis of one rank: nothing is sent, and not a bit changes."""
@@ -65,6 +70,12 @@ class Solo:
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Axis`."""
         return x
+
+    def begin_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """See `Axis`."""
+        return lambda: x
 
 
 SOLO = Solo()
@@ -104,11 +115,23 @@ class Wired:
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """See `Axis`."""
+        return self.begin_all_to_all(x, send, receive)()
+
+    def begin_all_to_all(
+        self, x: Tensor, send: Sequence[int], receive: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """See `Axis`."""
         own = self._staged(x)
         out = own.new_empty(sum(receive), *x.shape[1:])
         with self._lost("all-to-all"):
-            self._group.alltoall_base(out, own, list(receive), list(send)).wait()
-        return out.to(x.device)
+            work = self._group.alltoall_base(out, own, list(receive), list(send))
+
+        def wait(sent: Tensor = own) -> Tensor:  # what is being sent lives until then
+            with self._lost("all-to-all"):
+                work.wait()
+            return out.to(x.device)
+
+        return wait
 
     def _staged(self, x: Tensor) -> Tensor:
         return (x.cpu() if self._on_host else x).contiguous()

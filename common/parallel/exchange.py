@@ -7,6 +7,7 @@ counted; a rank without rows takes part all the same, for its experts may be wan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,13 +34,18 @@ class Arrived:
 class Exchange(Protocol):
     """Both ways between rows and experts. All ranks of the axis call in the same order."""
 
-    def dispatch(self, rows: Tensor, ids: Tensor, keep: Tensor) -> Arrived:
-        """Send rows to their experts.
+    def dispatch(
+        self, rows: Tensor, ids: Tensor, keep: Tensor, table: Routes
+    ) -> Callable[[], Arrived]:
+        """Send rows to their experts; what is returned waits for those that come here.
+
+        What is computed between the two overlaps with the rows' way.
 
         Args:
             rows: [N, Z]; N may be 0.
             ids: int64 [N, k], logical experts.
             keep: bool [N]; rows that are not kept go nowhere.
+            table: where each expert is, in shares that are the positions on the axis.
         """
 
     def combine(self, outputs: Tensor, arrived: Arrived) -> Tensor:
@@ -49,15 +55,17 @@ class Exchange(Protocol):
 class AllToAll:
     """The definition: one row for each (row, expert), in order of ranks, then rows, then ids."""
 
-    def __init__(self, axis: Axis, table: Routes) -> None:
-        """`table` says where each expert is, in shares that are the positions on `axis`."""
-        self._axis, self._table = axis, table
+    def __init__(self, axis: Axis) -> None:
+        """`axis` joins the ranks that hold every expert once."""
+        self._axis = axis
 
-    def dispatch(self, rows: Tensor, ids: Tensor, keep: Tensor) -> Arrived:
+    def dispatch(
+        self, rows: Tensor, ids: Tensor, keep: Tensor, table: Routes
+    ) -> Callable[[], Arrived]:
         """See `Exchange`."""
         count, top = ids.shape
         spread = torch.arange(count, device=ids.device).unsqueeze(1) + self._axis.index
-        share, local = self._table.find(ids, spread)
+        share, local = table.find(ids, spread)
         wanted = keep.unsqueeze(1).expand(-1, top).flatten().nonzero().squeeze(1)
         to = share.flatten()[wanted]
         home = wanted[to.argsort(stable=True)]
@@ -65,9 +73,11 @@ class AllToAll:
         ones = [1] * self._axis.size
         received = self._axis.all_to_all(sent, ones, ones)
         out, back = tuple(sent.tolist()), tuple(received.tolist())
-        return Arrived(
-            rows=self._axis.all_to_all(rows[home // top], out, back),
-            local=self._axis.all_to_all(local.flatten()[home], out, back),
+        travelling = self._axis.begin_all_to_all(rows[home // top], out, back)
+        named = self._axis.begin_all_to_all(local.flatten()[home], out, back)
+        return lambda: Arrived(
+            rows=travelling(),
+            local=named(),
             home=home,
             shape=(count, top),
             sent=out,
@@ -85,14 +95,14 @@ class AllToAll:
 EXCHANGES = ("all_to_all", "deep_ep", "nixl_ep", "mega_moe")
 
 
-def open_exchange(name: str, axis: Axis, table: Routes) -> Exchange:
+def open_exchange(name: str, axis: Axis) -> Exchange:
     """The exchange that the settings name.
 
     Raises:
         BackendUnsupported: it is unknown, or has no body here.
     """
     if name == "all_to_all":
-        return AllToAll(axis, table)
+        return AllToAll(axis)
     if name not in EXCHANGES:
         raise BackendUnsupported(f"exchange {name!r} is unknown; use {', '.join(EXCHANGES)}")
     raise BackendUnsupported(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from common.config.spec import TextSpec
+from common.config.spec import CHUNK, TextSpec
 from common.errors import ConfigError
 
 AXES = ("tensor", "data", "expert")
@@ -36,6 +36,7 @@ class Mesh:
     tensor: int = 1
     data: int = 1
     expert: int = 1
+    spread: bool = False  # between mixers each tensor rank keeps its own rows
 
     def __post_init__(self) -> None:
         """Refuse a layout that leaves a rank without a place."""
@@ -49,6 +50,12 @@ class Mesh:
             raise ConfigError(
                 f"experts cannot be shared {self.expert} ways over {self.tensor} x {self.data} "
                 "ranks; take a divisor of data, or data times a divisor of tensor"
+            )
+        if self.spread and (CHUNK % self.tensor or not 1 < self.tensor == self.parts):
+            raise ConfigError(
+                f"rows cannot be spread over {self.tensor} tensor ranks with experts shared "
+                f"{self.expert} ways; take 2 or more that divide {CHUNK}, and "
+                f"expert = {self.tensor * self.data}, so that every rank holds whole experts"
             )
 
     @property

@@ -51,6 +51,11 @@ class Routes:
     share: Tensor  # int64 [E, most copies]
     local: Tensor  # int64 [E, most copies], position in the share's memory
 
+    def take(self, other: Routes) -> None:
+        """Become `other`, in place: a captured pass reads these very tensors."""
+        for name in ("copies", "share", "local"):
+            getattr(self, name).copy_(getattr(other, name))
+
     def find(self, ids: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
         """Where chosen experts are computed.
 
@@ -65,14 +70,16 @@ class Routes:
         return self.share[ids, copy], self.local[ids, copy]
 
 
-def routes(placement: Placement, num_experts: int, device: torch.device | str) -> Routes:
-    """The tables of a placement, checked."""
+def routes(
+    placement: Placement, num_experts: int, device: torch.device | str, *, most: int = 1
+) -> Routes:
+    """The tables of a placement, checked; with room for `most` copies of an expert, or more."""
     placement.check(num_experts)
     places: list[list[tuple[int, int]]] = [[] for _ in range(num_experts)]
     for number, share in enumerate(placement.shares):
         for position, expert in enumerate(share):
             places[expert].append((number, position))
-    most = max(map(len, places))
+    most = max(most, *map(len, places))
     padded = [(own * most)[:most] for own in places]
     table = torch.tensor(padded, dtype=torch.int64, device=device)
     return Routes(

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from common.config.spec import TextSpec
 from common.parallel.collectives import Axis
-from common.parallel.exchange import Exchange, open_exchange
+from common.parallel.exchange import Arrived, Exchange, open_exchange
 from common.parallel.mesh import Mesh, Seat
-from common.parallel.placement import Placement, even, routes
+from common.parallel.placement import Placement, Routes, even, routes
 
 Compute = Callable[[Tensor, Tensor], Tensor]  # rows [M, Z], local ids [M, 1] -> [M, Z]
 
@@ -29,42 +29,57 @@ class Team:
     seat: Seat
     tensor: Axis
     exchange: Exchange | None  # None: this rank holds every expert
-    load: Tensor  # int64 [MoE layers, experts], rows of this lane since the start
+    tables: tuple[Routes, ...]  # of each MoE layer, changed in place when experts move
+    load: Tensor  # int64 [MoE layers, experts]; over all ranks every row counts once
 
-    def experts(
-        self, z: Tensor, ids: Tensor, weights: Tensor, keep: Tensor, compute: Compute
-    ) -> Tensor:
+    def own(self, keep: Tensor) -> Tensor:
+        """Which rows this rank hands to the experts: bool [N] of those that are no padding."""
+        if self.mesh.parts == 1 or self.mesh.spread:
+            return keep
+        rows = torch.arange(len(keep), device=keep.device)
+        return keep & (rows % self.mesh.parts == self.seat.part)
+
+    def begin(self, layer: int, z: Tensor, ids: Tensor, keep: Tensor) -> Callable[[], Arrived]:
+        """Send this rank's rows to their experts; see `Exchange.dispatch`.
+
+        Args:
+            layer: counts MoE layers.
+            z: [N, Z].
+            ids: int64 [N, k], ascending.
+            keep: bool [N], false for padding.
+        """
+        assert self.exchange is not None
+        return self.exchange.dispatch(z, ids, self.own(keep), self.tables[layer])
+
+    def finish(self, arrived: Arrived, weights: Tensor, compute: Compute) -> Tensor:
         """`sum_e weights[e] * expert_e(z)` over experts that lie on any rank.
 
         The sum is taken here, in fp32 in ascending order of ids, so that it has the bits of a
         single rank's. Rows of other parts of the lane stay zero.
 
         Args:
-            z: [N, Z].
-            ids: int64 [N, k], ascending.
+            arrived: what came for this rank's experts.
             weights: fp32 [N, k].
-            keep: bool [N], false for padding.
             compute: this rank's experts on rows that came.
 
         Returns:
-            [N, Z], same dtype.
+            [N, Z], dtype of the rows.
         """
         assert self.exchange is not None
-        rows = torch.arange(len(z), device=z.device)
-        own = keep & (rows % self.mesh.parts == self.seat.part)
-        arrived = self.exchange.dispatch(z, ids, own)
         out = arrived.rows
         if len(out):
             out = compute(out, arrived.local.unsqueeze(1))
         chosen = self.exchange.combine(out, arrived)
         total = weights[:, :1] * chosen[:, 0].float()
-        for j in range(1, ids.shape[1]):
+        for j in range(1, weights.shape[1]):
             total = total + weights[:, j : j + 1] * chosen[:, j].float()
-        return total.to(z.dtype)
+        return total.to(out.dtype)
 
     def count(self, layer: int, ids: Tensor, keep: Tensor) -> None:
-        """Note which experts a layer's rows chose; `layer` counts MoE layers."""
-        real = keep.unsqueeze(1).expand(ids.shape).flatten().to(torch.int64)
+        """Note which experts a layer's rows chose; those that cut widths count together once."""
+        if self.seat.width:
+            return
+        real = self.own(keep).unsqueeze(1).expand(ids.shape).flatten().to(torch.int64)
         self.load[layer].scatter_add_(0, ids.flatten(), real)
 
 
@@ -75,6 +90,7 @@ def join(
     text: TextSpec,
     *,
     placement: Placement | None = None,
+    spare: int = 0,
     exchange: str = "all_to_all",
     device: torch.device | str = "cpu",
 ) -> Team:
@@ -85,7 +101,8 @@ def join(
         rank: this process.
         axes: of `open_axes`.
         text: the whole model.
-        placement: of experts over the shares; None spreads them evenly.
+        placement: of every layer's experts over the shares; None spreads them evenly.
+        spare: places of a share beyond an even one's, for copies of popular experts.
         exchange: its name in the settings.
         device: of the model.
 
@@ -94,11 +111,12 @@ def join(
     """
     mesh.check(text)
     count, shares = text.moe.num_experts, mesh.expert
-    table = routes(placement or even(count, shares), count, device)
+    first, most = placement or even(count, shares), shares if spare else 1
     return Team(
         mesh=mesh,
         seat=mesh.seat(rank),
         tensor=axes["tensor"],
-        exchange=open_exchange(exchange, axes["expert"], table) if shares > 1 else None,
+        exchange=open_exchange(exchange, axes["expert"]) if shares > 1 else None,
+        tables=tuple(routes(first, count, device, most=most) for _ in text.moe_layers),
         load=torch.zeros(len(text.moe_layers), count, dtype=torch.int64, device=device),
     )

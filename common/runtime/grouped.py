@@ -38,7 +38,12 @@ class GroupModel(TextModel):
         """`data` joins the lanes; `send` orders all other ranks, and is the leader's alone."""
         super().__init__(spec, weights, ops=ops, exact=exact, team=team)
         self._data, self._send, self._mesh = data, send, team.mesh
-        self._seat = team.seat
+        self.mates, self._seat = team, team.seat
+
+    def load(self) -> list[list[int]]:
+        """Rows that this rank handed to each expert since the start, by MoE layer."""
+        found: list[list[int]] = self.mates.load.tolist()
+        return found
 
     def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
         """A pass of shares of any lanes; logits in the order of the shares."""

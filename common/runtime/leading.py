@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from common.contract.regions import Agent
 from common.errors import (
     Cancelled,
@@ -28,6 +30,8 @@ from common.ops.digest import Signature
 from common.runtime.group import Leader
 from common.runtime.orders import (
     Abandon,
+    Agents,
+    Counted,
     Ended,
     Freed,
     Here,
@@ -87,7 +91,7 @@ class Leading:
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._lock = threading.Lock()
         self.on_lost: Callable[[str], None] | None = None
-        self._agents: dict[int, Future[Agent]] = {r: Future() for r in range(1, mesh.world)}
+        self._agents: dict[int, Future[Here]] = {r: Future() for r in range(1, mesh.world)}
         own = first_word(plan, 0, secret=secret)
         self._leader = Leader(mesh.world, own, host)
         self._leader.on_order, self._leader.on_lost = self._answered, self._lost
@@ -102,8 +106,8 @@ class Leading:
                 books.lanes = self.memory.lanes
                 self.memory.lanes.append(books)
             self.loaded = part.loaded(part.meet(store, self._leader.send))
-            agents = [self._agents[rank] for rank in range(1, mesh.world)]
-            self.agents = tuple(agent.result(MEET_S) for agent in agents)
+            self._here = [self._agents[rank].result(MEET_S) for rank in range(1, mesh.world)]
+            self.agents = tuple(here.agent for here in self._here)
         except Exception:
             self._leader.close()  # and with it every rank that has come
             raise
@@ -170,6 +174,23 @@ class Leading:
             self._tell(rank, make(number))
         return futures
 
+    def ask_all(self, make: Callable[[int, int], Order | None]) -> list[Future[Any]]:
+        """Ask every other rank; `make(rank, number)` is what, None to leave it out."""
+        futures = []
+        for rank in range(1, self.mesh.world):
+            number = next(self._numbers)
+            if (order := make(rank, number)) is not None:
+                futures.append(self._ask(rank, number, None).future)
+                self._tell(rank, order)
+        return futures
+
+    def introduce(self, own: Agent) -> tuple[Agent, ...]:
+        """Tell every rank how the experts of all are reached, `own` being the leader's."""
+        others = (replace(here.agent, pools=here.experts) for here in self._here)
+        agents = (own, *others)
+        self._leader.send(Agents(agents=agents))
+        return agents
+
     def close(self) -> None:
         """End the group."""
         self._leader.close()
@@ -196,12 +217,12 @@ class Leading:
         if isinstance(order, Here):
             with self._lock:
                 if not self._agents[rank].done():
-                    self._agents[rank].set_result(order.agent)
-        if not isinstance(order, Ended | Freed | Measured):
+                    self._agents[rank].set_result(order)
+        if not isinstance(order, Ended | Freed | Measured | Counted):
             return
         with self._lock:
             asked = self._asked.get((rank, order.number))
-            if asked is not None and (isinstance(order, Measured) or _is_over(asked, order)):
+            if asked is not None and _is_over(asked, order):
                 del self._asked[rank, order.number]
         if asked is None:
             return
@@ -210,6 +231,8 @@ class Leading:
         elif isinstance(order, Measured):
             found = Signature(sums=order.sums, unsound=order.unsound)
             asked.future.set_result(found)
+        elif isinstance(order, Counted):
+            asked.future.set_result(order.rows)
         elif order.code:
             asked.future.set_exception(_error(order))
         else:
@@ -231,7 +254,9 @@ class Leading:
 
 
 def _is_over(asked: _Asked, order: Order) -> bool:
-    """Whether a READ has said both of its words with this one."""
+    """Whether all is said; a READ has two words to say."""
+    if isinstance(order, Measured | Counted):
+        return True
     if isinstance(order, Freed):
         return asked.future.done()
     return asked.on_free is None

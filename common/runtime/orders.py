@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from common.contract.messages import Endpoint
-from common.contract.regions import Agent, Span
+from common.contract.regions import Agent, PoolInfo, Span
 from common.model.batch import Share, StepBatch
 
 VERSION = 2
@@ -78,6 +78,51 @@ class Here(Order, frozen=True, kw_only=True):
     """A rank's pools are registered: how other processes reach them."""
 
     agent: Agent
+    experts: tuple[PoolInfo, ...] = ()  # where experts move
+
+
+class Agents(Order, frozen=True, kw_only=True):
+    """How the experts of every rank are reached, the leader's first."""
+
+    agents: tuple[Agent, ...]
+
+
+class Fetch(Order, frozen=True, kw_only=True):
+    """READ experts of a layer beside the weights; answered by `Measured`."""
+
+    number: int
+    layer: int
+    places: tuple[tuple[int, int], ...]  # rank, and place there
+
+
+class Weigh(Order, frozen=True, kw_only=True):
+    """Digest experts that others READ; answered by `Measured`."""
+
+    number: int
+    layer: int
+    places: tuple[int, ...]
+
+
+class Commit(Order, frozen=True, kw_only=True):
+    """Use what was fetched from the next pass on; answered by `Ended`."""
+
+    number: int
+    layer: int
+    places: tuple[int, ...]
+    shares: tuple[tuple[int, ...], ...]  # the layer's new placement
+
+
+class Count(Order, frozen=True, kw_only=True):
+    """How often was each expert chosen? Answered by `Counted`."""
+
+    number: int
+
+
+class Counted(Order, frozen=True, kw_only=True):
+    """Rows by layer and expert since the start."""
+
+    number: int
+    rows: list[list[int]]
 
 
 class Mirrored(Order, frozen=True, kw_only=True):
@@ -157,6 +202,12 @@ AnyOrder = (
     | Pong
     | Pass
     | Here
+    | Agents
+    | Fetch
+    | Weigh
+    | Commit
+    | Count
+    | Counted
     | Mirrored
     | Pull
     | Abandon

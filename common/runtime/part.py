@@ -46,10 +46,11 @@ class Plan:
 
     settings: Settings
     room: str  # "prefill" or "decode": the table with the axes and the sizes of the pools
-
     mesh: Mesh
     slots: int  # of a lane
     pages: int
+    spare: int = 0  # places for copies of experts
+    moves: bool = False  # whether experts change ranks
 
     @classmethod
     def of(cls, settings: Settings, room: str) -> Plan:
@@ -59,8 +60,17 @@ class Plan:
             ConfigError: its axes make no mesh.
         """
         table = settings.prefill if room == "prefill" else settings.decode
-        mesh = Mesh(tensor=table.tensor, data=table.data, expert=table.expert)
-        return cls(settings=settings, room=room, mesh=mesh, slots=table.slots, pages=table.pages)
+        mesh = Mesh(tensor=table.tensor, data=table.data, expert=table.expert, spread=table.spread)
+        moving = room == "decode"
+        return cls(
+            settings=settings,
+            room=room,
+            mesh=mesh,
+            slots=table.slots,
+            pages=table.pages,
+            spare=settings.decode.spare_experts if moving else 0,
+            moves=moving and settings.decode.rebalance_s > 0,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +104,7 @@ class Part:
         mesh = self.plan.mesh
         axes = open_axes(mesh, self.rank, store, backend=backend, patience_s=PATIENCE_S)
         text = self.facts.spec.text
-        team = join(mesh, self.rank, axes, text, device=self.facts.device)
+        team = join(mesh, self.rank, axes, text, spare=self.plan.spare, device=self.facts.device)
         return GroupModel(
             text,
             self.weights,
@@ -132,7 +142,10 @@ def first_word(plan: Plan, rank: int, *, secret: str) -> Join:
         world=mesh.world,
         model_print=facts.model_print,
         layout_print=layout_of(
-            f"{plan.room} {facts.layout_print}", slots=plan.slots, pages=plan.pages, mesh=mesh
+            f"{plan.room} {plan.spare} {plan.moves} {facts.layout_print}",
+            slots=plan.slots,
+            pages=plan.pages,
+            mesh=mesh,
         ),
     )
 
@@ -148,7 +161,7 @@ def read_part(plan: Plan, rank: int) -> Part:
         dtype=facts.dtype,
         device=facts.device,
     )
-    shard = shard_of(plan.mesh, rank, facts.spec.text)
+    shard = shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare)
     weights = load_weights(
         facts.directory, facts.spec, dtype=facts.dtype, device=facts.device, shard=shard
     )
@@ -167,6 +180,9 @@ def planned_memory(facts: Facts, plan: Plan) -> RankMemory:
         tensor=mesh.tensor,
         data=mesh.data,
         expert=mesh.expert,
+        spread=mesh.spread,
+        spare=plan.spare,
+        landing=plan.moves,
         slots=plan.slots,
         pages=plan.pages,
         available=device_memory(facts.device),

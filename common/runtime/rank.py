@@ -24,13 +24,20 @@ from common.config.loading import parse_settings, room_secret
 from common.contract.regions import Agent
 from common.errors import RoomLost, ServingError
 from common.ops.digest import Signature
+from common.parallel.placement import Placement
 from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
 from common.runtime.memory import TextMemory
+from common.runtime.moving import Moving
 from common.runtime.orders import (
     Abandon,
+    Agents,
+    Commit,
+    Count,
+    Counted,
     Ended,
     Failed,
+    Fetch,
     Freed,
     Here,
     Measure,
@@ -42,6 +49,7 @@ from common.runtime.orders import (
     Pong,
     Pull,
     Sign,
+    Weigh,
 )
 from common.runtime.part import Plan, first_word, read_part
 from common.transfer.nixl import NixlLink
@@ -56,10 +64,15 @@ class Rank:
     """One rank's hands: what each order does."""
 
     def __init__(
-        self, model: GroupModel, memory: TextMemory, receiver: Receiver, channel: Channel
+        self,
+        model: GroupModel,
+        memory: TextMemory,
+        receiver: Receiver,
+        channel: Channel,
+        moving: Moving | None,
     ) -> None:
-        """Take a model that has met its group."""
-        self._model, self._memory = model, memory
+        """Take a model that has met its group; `moving` where experts change ranks."""
+        self._model, self._memory, self._moving = model, memory, moving
         self._receiver, self._channel = receiver, channel
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="transfer")
         self._abandoned: set[int] = set()
@@ -80,6 +93,13 @@ class Rank:
                 getattr(self._memory, order.what)(*order.numbers)
             elif isinstance(order, Sign):
                 self._tell_signed(order.number, sign(self._memory, order))
+            elif isinstance(order, Count):
+                rows = self._model.load()
+                self._channel.send(Counted(number=order.number, rows=rows))
+            elif isinstance(order, Commit) and self._moving is not None:
+                shares = Placement(order.shares)
+                self._moving.commit(order.layer, order.places, shares, self._model.mates)
+                self._channel.send(Ended(number=order.number))
             else:
                 raise ServingError(f"a rank cannot obey {type(order).__name__}")
         raise RoomLost("the leader is gone")
@@ -92,6 +112,10 @@ class Rank:
                 self._threads.submit(self._guarded, partial(self._pull, order))
             elif isinstance(order, Measure):
                 self._threads.submit(self._guarded, partial(self._measure, order))
+            elif isinstance(order, Fetch | Weigh):
+                self._threads.submit(self._guarded, partial(self._weigh, order))
+            elif isinstance(order, Agents) and self._moving is not None:
+                self._moving.meet(order.agents)
             elif isinstance(order, Abandon):
                 self._abandoned.add(order.number)
             else:
@@ -119,6 +143,18 @@ class Rank:
         else:
             self._channel.send(Ended(number=number))
         self._abandoned.discard(number)
+
+    def _weigh(self, order: Fetch | Weigh) -> None:
+        assert self._moving is not None
+        try:
+            if isinstance(order, Fetch):
+                sums = self._moving.fetch(order.layer, order.places, self._receiver)
+            else:
+                sums = self._moving.weigh(order.layer, order.places)
+        except ServingError as error:
+            self._channel.send(Ended(number=order.number, code=error.code, text=str(error)))
+        else:
+            self._channel.send(Measured(number=order.number, sums=sums, unsound=()))
 
     def _measure(self, order: Measure) -> None:
         self._tell_signed(order.number, measure(self._memory, order))
@@ -163,12 +199,14 @@ def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> 
         memory = part.memory()
         link = NixlLink(f"rank-{rank}-{time.time_ns()}", transports=settings.transfer.transports)
         pools = memory.register(link)
+        moving = Moving(rank, part.weights) if plan.moves else None
+        experts = () if moving is None else moving.register(link)
         agent = Agent(name=link.agent, metadata=link.metadata(), pools=pools)
-        channel.send(Here(agent=agent))
+        channel.send(Here(agent=agent, experts=experts))
         receiver = Receiver(
             link, quarantine_bound=settings.transfer.quarantine_bound, verifying=False
         )
-        Rank(part.meet(store), memory, receiver, channel).serve()
+        Rank(part.meet(store), memory, receiver, channel, moving).serve()
     except Exception as error:  # the process's last handler: tell, and end
         log.error("rank %d ends: %s", rank, error)
         channel.send(Failed(reason=str(error)))

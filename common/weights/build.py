@@ -59,7 +59,7 @@ def _layer(
     if index in text.moe_layers:
         ffn = _moe(shelf, f"{p}.block_sparse_moe", text.moe, hidden, packed, shard)
     else:
-        ffn = _mlp(shelf, f"{p}.mlp", hidden, text.dense_width, shard)
+        ffn = _mlp(shelf, f"{p}.mlp", hidden, shard.wide(text.dense_width))
     return LayerWeights(
         input_norm=shelf.new(f"{p}.input_layernorm.weight", hidden),
         post_norm=shelf.new(f"{p}.post_attention_layernorm.weight", hidden),
@@ -164,8 +164,7 @@ def _mla(shelf: Shelf, p: str, mla: MlaSpec, hidden: int, shard: Shard) -> MlaWe
     )
 
 
-def _mlp(shelf: Shelf, p: str, hidden: int, width: int, shard: Shard) -> MlpWeights:
-    own = shard.wide(width)
+def _mlp(shelf: Shelf, p: str, hidden: int, own: Piece) -> MlpWeights:
     return MlpWeights(
         gate_up=_stacked(shelf, [(f"{p}.gate_proj", own), (f"{p}.up_proj", own)], hidden),
         down=shelf.new(f"{p}.down_proj.weight", hidden, own.size, cut=own.cut(1)),
@@ -192,7 +191,12 @@ def _moe(shelf: Shelf, p: str, moe: MoeSpec, hidden: int, packed: bool, shard: S
         experts=(_packed if packed else _experts)(
             shelf, f"{p}.experts.*", moe, latent or hidden, shard
         ),
-        shared=_mlp(shelf, f"{p}.shared_experts", hidden, moe.width * moe.num_shared, shard)
+        shared=_mlp(
+            shelf,
+            f"{p}.shared_experts",
+            hidden,
+            shard.shared(moe.width * moe.num_shared),
+        )
         if moe.num_shared
         else None,
     )
@@ -200,8 +204,9 @@ def _moe(shelf: Shelf, p: str, moe: MoeSpec, hidden: int, packed: bool, shard: S
 
 def _experts(shelf: Shelf, p: str, moe: MoeSpec, width: int, shard: Shard) -> ExpertStack:
     own, inner = shard.owned(moe.num_experts), shard.expert_width(moe.width)
-    w13 = shelf.empty(len(own), 2 * inner.size, width)
-    w2 = shelf.empty(len(own), width, inner.size)
+    places = max(len(own), shard.places)
+    w13 = shelf.empty(places, 2 * inner.size, width)
+    w2 = shelf.empty(places, width, inner.size)
     for name, dest, cut in _three(w13, w2, inner):
         shelf.put(f"{p}.{name}.weight", dest, experts=moe.num_experts, cut=cut, owned=own)
     return ExpertStack(w13=w13, w2=w2)
@@ -209,10 +214,10 @@ def _experts(shelf: Shelf, p: str, moe: MoeSpec, width: int, shard: Shard) -> Ex
 
 def _packed(shelf: Shelf, p: str, moe: MoeSpec, width: int, shard: Shard) -> ExpertStack:
     own, inner, u8 = shard.owned(moe.num_experts), shard.expert_width(moe.width), torch.uint8
-    tensors = []
+    tensors, places = [], max(len(own), shard.places)
     for suffix, each in (("packed", 2), ("scale", 32)):
-        w13 = shelf.empty(len(own), 2 * inner.size, width // each, dtype=u8)
-        w2 = shelf.empty(len(own), width, inner.size // each, dtype=u8)
+        w13 = shelf.empty(places, 2 * inner.size, width // each, dtype=u8)
+        w2 = shelf.empty(places, width, inner.size // each, dtype=u8)
         for name, dest, cut in _three(w13, w2, inner):
             bytes_ = cut if cut is None or cut.dim == 0 else cut.divided(each)
             shelf.put(

@@ -91,6 +91,8 @@ class Shard:
     width: int = 0
     widths: int = 1  # the widths of its experts are cut so many ways
     experts: tuple[int, ...] | None = None  # its experts in the order of its memory; None: all
+    places: int = 0  # experts that it has memory for, at least those it holds
+    spread: bool = False  # rows are spread over tensor ranks, so each has the shared expert whole
 
     @property
     def is_whole(self) -> bool:
@@ -110,6 +112,10 @@ class Shard:
         """Its part of a plain feed-forward width, padded with zeros to whole units."""
         return _piece(total, self.tensor, self.tensors, WIDTH_UNIT)
 
+    def shared(self, total: int) -> Piece:
+        """Its part of the shared expert's width."""
+        return _piece(total, 0, 1, WIDTH_UNIT) if self.spread else self.wide(total)
+
     def expert_width(self, total: int) -> Piece:
         """Its part of an expert's width, padded with zeros to whole units."""
         return _piece(total, self.width, self.widths, WIDTH_UNIT)
@@ -122,8 +128,12 @@ class Shard:
 WHOLE = Shard()
 
 
-def shard_of(mesh: Mesh, rank: int, text: TextSpec, placement: Placement | None = None) -> Shard:
+def shard_of(
+    mesh: Mesh, rank: int, text: TextSpec, placement: Placement | None = None, *, spare: int = 0
+) -> Shard:
     """What a rank of a mesh holds; experts spread evenly unless a placement says otherwise.
+
+    `spare` are places of a share beyond the fullest even one's.
 
     Raises:
         ConfigError: the mesh does not divide the model, or there is no such rank.
@@ -137,6 +147,8 @@ def shard_of(mesh: Mesh, rank: int, text: TextSpec, placement: Placement | None 
         width=seat.width,
         widths=mesh.widths,
         experts=shares[seat.expert] if mesh.expert > 1 else None,
+        places=-(-text.moe.num_experts // mesh.expert) + spare if spare else 0,
+        spread=mesh.spread,
     )
 
 

@@ -321,6 +321,15 @@ DECODE = Page(
                 "not finite": more("baton_poisoned_total"),
             },
         ),
+        Panel(
+            title="Busiest share of experts",
+            why="Rows over the mean of all shares, when they were last looked at; 1 is even",
+            unit="short",
+            queries={
+                "{{replica}}": gauge("baton_expert_imbalance", "decode"),
+                "{{replica}} moved": rate("baton_experts_moved_total", "replica"),
+            },
+        ),
         *_common("decode"),
     ),
 )

@@ -24,11 +24,13 @@ from common.contract.messages import (
 )
 from common.errors import CapacityError
 from common.runtime.leading import Starter
+from common.runtime.moving import Moving
 from common.runtime.text_room import TextRoom
 from common.transfer.slices import slot_memory
 from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
 from services.decode.ranks import GroupIntake
+from services.decode.rebalance import Rebalancer
 
 
 class DecodeRoom(TextRoom):
@@ -73,6 +75,19 @@ class DecodeRoom(TextRoom):
             release=self.release,
         )
 
+        self.rebalancer: Rebalancer | None = None
+        self._look_s = settings.decode.rebalance_s
+        if self.leading is not None and self._look_s:
+            self.rebalancer = Rebalancer(
+                self.leading,
+                Moving(0, self.loaded.model.weights),
+                self.receiver,
+                self.engine.loop,
+                self.tally,
+                spare=settings.decode.spare_experts,
+            )
+            self.rebalancer.introduce(self.link)
+
     async def open(self, host: str) -> Endpoint:
         """Start the engine and listen on a free port of `host`."""
         room = self.room
@@ -86,10 +101,15 @@ class DecodeRoom(TextRoom):
         room.on(Inventory, self.holdings)
         room.on_lost = self.engine.caller_lost
         room.every_sweep(self.engine.sweep)
-        return await self.start(host, self.engine.loop)
+        endpoint = await self.start(host, self.engine.loop)
+        if self.rebalancer is not None:
+            self.rebalancer.start(self._look_s)
+        return endpoint
 
     async def close(self) -> None:
         """Stop listening, then computing."""
+        if self.rebalancer is not None:
+            self.rebalancer.stop()
         await self.stop(self.engine.loop)
 
     async def load(self, message: Ping, caller: str) -> Load:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -24,13 +25,18 @@ MESHES = [
     if 1 < t * d <= 8 and e <= t * d
 ]
 OTHERS = [Mesh(tensor=2, data=2, expert=4), Mesh(tensor=8, data=1, expert=2)]
+SPREAD = [
+    Mesh(tensor=2, expert=2, spread=True),
+    Mesh(tensor=4, data=2, expert=8, spread=True),
+]
 UNEVEN = Mesh(tensor=1, data=3, expert=3)
 REPEATED = {"shares": [list(range(9)), [0, 1, *range(9, 16)]]}  # experts 0 and 1 are held twice
 
 
 def entry(mesh: Mesh, variant: str = "k3", **more) -> dict:
-    axes = {"tensor": mesh.tensor, "data": mesh.data, "expert": mesh.expert}
+    axes = asdict(mesh)
     name = f"{variant}-{mesh.tensor}.{mesh.data}.{mesh.expert}" + "".join(sorted(more))
+    name += "spread" * mesh.spread
     return {"name": name, "variant": variant, "mesh": axes, **more}
 
 
@@ -40,6 +46,7 @@ LAYOUTS = [
     entry(OTHERS[0], "k3-mxfp4", packed=True),
     entry(UNEVEN),
     entry(Mesh(data=2, expert=2), **REPEATED),
+    *(entry(mesh, variant) for mesh in SPREAD for variant in ("k3", "linear")),
 ]
 
 
@@ -75,7 +82,7 @@ def run_team(root: Path, layouts: list[dict], world: int, **more) -> dict:
 
 def check(expected: dict, layout: dict, lanes: list[dict], atol: float) -> None:
     """Every request's logits are near those of one rank."""
-    found = {int(n): rows for lane in lanes for n, rows in lane.items() if n != "load"}
+    found = {int(n): rows for lane in lanes for n, rows in lane.items()}
     assert found.keys() == PROMPTS.keys()
     for number, logits in found.items():
         one = expected[layout["variant"], number]
@@ -101,19 +108,27 @@ def test_without_tensor_ranks_not_a_bit_changes(team, data) -> None:
     expected, results = team
     for lane in results(entry(Mesh(data=data, expert=data))):
         for number, logits in lane.items():
-            if number != "load":
-                assert torch.equal(logits, expected["k3", int(number)])
+            assert torch.equal(logits, expected["k3", int(number)])
+
+
+def loads_of(root: Path, layout: dict) -> list[torch.Tensor]:
+    """What every rank of a layout counted."""
+    ranks = range(Mesh(**layout["mesh"]).world)
+    paths = [root / f"{layout['name']}.load{rank}.safetensors" for rank in ranks]
+    return [load_file(path)["load"] for path in paths]
 
 
 def test_load_counts_every_token_once_and_no_padding(team) -> None:
     _, results = team
+    (root,) = results.args
     tokens = sum(PROMPTS.values()) + len(PROMPTS) * len(following(0))
     counts = []
-    for mesh in (Mesh(tensor=2), Mesh(tensor=2, data=2, expert=4), Mesh(data=8, expert=8)):
-        load_of = torch.stack([lane["load"] for lane in results(entry(mesh))]).sum(0)
+    meshes = (Mesh(tensor=2), Mesh(tensor=2, data=2, expert=4), Mesh(data=8, expert=8), SPREAD[1])
+    for mesh in meshes:
+        load_of = torch.stack(loads_of(root, entry(mesh))).sum(0)
         assert load_of.sum(1).tolist() == [4 * tokens] * 4  # four experts a token, four layers
         counts.append(load_of)
-    assert torch.equal(counts[0], counts[1]) and torch.equal(counts[1], counts[2])
+    assert all(torch.equal(counts[0], other) for other in counts[1:])
 
 
 @pytest.mark.gpu

@@ -121,10 +121,11 @@ def serve(job: dict, layout: dict, rank: int, store) -> None:
     )
     moved = {name: getattr(memory, name).to(device) for name in ("state", "conv", "latent")}
     logits = run(model, Memory(**moved), lane)
+    out = Path(job["out"])
+    save_file({"load": team.load.cpu()}, out / f"{layout['name']}.load{rank}.safetensors")
     if team.seat.tensor == 0:
-        out = Path(job["out"]) / f"{layout['name']}.{team.seat.lane}.safetensors"
-        found = logits | {"load": team.load}
-        save_file({name: value.cpu() for name, value in found.items()}, out)
+        found = {name: value.cpu() for name, value in logits.items()}
+        save_file(found, out / f"{layout['name']}.{team.seat.lane}.safetensors")
 
 
 def main(job_file: str, rank: int) -> None:

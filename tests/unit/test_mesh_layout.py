@@ -134,4 +134,4 @@ def test_a_placement_that_is_not_one_is_refused(shares) -> None:
 @pytest.mark.parametrize("name", [*EXCHANGES[1:], "other"])
 def test_an_exchange_without_a_body_is_refused_by_name(name) -> None:
     with pytest.raises(BackendUnsupported, match=name):
-        open_exchange(name, SOLO, routes(even(2, 1), 2, "cpu"))
+        open_exchange(name, SOLO)
