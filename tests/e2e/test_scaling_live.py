@@ -1,11 +1,14 @@
 """Scaling for real, on this machine: load rises, replicas follow, load falls, replicas drain away.
 
+Then nobody shows pictures, the encoder sleeps, and the next picture wakes it.
+
 Test settings: two seconds up, five down. Nobody who asked may be left without a whole answer.
 """
 
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections import Counter
@@ -29,6 +32,7 @@ TABLES = {
     "scaling": {
         "enabled": True,
         "budget": 6,
+        "encoder_min": 0,
         "encoder_max": 2,
         "prefill_max": 2,
         "decode_max": 2,
@@ -85,45 +89,73 @@ def question(number: int, chance: random.Random) -> dict[str, object]:
     return {"model": "nano-k3", "messages": [message], "max_tokens": 48, "ignore_eos": True}
 
 
-def replicas(admin_url: str) -> dict[str, int]:
+def counted(admin_url: str, metric: str) -> dict[str, int]:
+    """A gauge of the router's by stage."""
     text = httpx.get(f"{admin_url}/metrics", timeout=10).text
-    found = {}
-    for stage in STAGES:
-        line = next(
-            line
-            for line in text.splitlines()
-            if line.startswith("baton_replicas{") and f'stage="{stage}"' in line
-        )
-        found[stage] = int(float(line.rpartition(" ")[2]))
-    return found
+    found = re.findall(rf'^{metric}{{.*stage="(\w+)".*}} (.+)$', text, re.M)
+    return {stage: int(float(value)) for stage, value in found if stage in STAGES}
 
 
-def test_replicas_follow_the_load_up_and_down_and_no_request_is_lost(tmp_path, record_property):
-    with serving(tmp_path, TABLES) as server:
-        assert replicas(server.admin_url) == dict.fromkeys(STAGES, 1)
-        crowd = Crowd(server.url)
+@dataclass
+class Watch:
+    """Replicas that routers hear of, by stage, as they change: seconds since the start, counts."""
+
+    admin_url: str
+    began: float = field(default_factory=time.monotonic)
+    rows: list[tuple[float, dict[str, int]]] = field(default_factory=list)
+
+    def now(self) -> dict[str, int]:
+        found = counted(self.admin_url, "baton_replicas")
+        if not self.rows or self.rows[-1][1] != found:
+            self.rows.append((round(time.monotonic() - self.began, 1), found))
+        return found
+
+    def until(self, encoder: int, prefill: int, decode: int, within_s: float) -> float:
+        """Seconds until so many are there."""
         began = time.monotonic()
+        wanted = {"encoder": encoder, "prefill": prefill, "decode": decode}
+        try:
+            eventually(lambda: self.now() == wanted, within_s=within_s, every_s=0.2)
+        except AssertionError:
+            targets = counted(self.admin_url, "baton_scaling_target")
+            raise AssertionError(f"{wanted} never came; targets {targets}; {self.rows}") from None
+        return round(time.monotonic() - began, 1)
+
+
+def test_replicas_follow_the_load_and_the_encoder_sleeps_and_wakes_and_no_request_is_lost(
+    tmp_path, record_property
+):
+    with serving(tmp_path, TABLES) as server:
+        watch = Watch(server.admin_url)
+        assert watch.now() == dict.fromkeys(STAGES, 1)
+        crowd = Crowd(server.url)
         crowd.come(8)
         try:
-            up = {}
-
-            def all_up() -> bool:
-                for stage, count in replicas(server.admin_url).items():
-                    if count == 2:
-                        up.setdefault(stage, round(time.monotonic() - began, 1))
-                return len(up) == len(STAGES)
-
-            eventually(all_up, within_s=60)
-            time.sleep(3)  # with all of them at work
+            up_s = watch.until(2, 2, 2, within_s=90)
+            end = time.monotonic() + 5  # with all of them at work
+            while time.monotonic() < end:
+                watch.now()
+                time.sleep(0.2)
         finally:
             crowd.leave()
-        left = time.monotonic()
-        eventually(lambda: replicas(server.admin_url) == dict.fromkeys(STAGES, 1), within_s=60)
-        down_s = round(time.monotonic() - left, 1)
-        held = eventually(lambda: nothing_held(server.admin_url), within_s=10)
-        figures = {"up": up, "down_s": down_s, "answers": dict(crowd.outcomes), "held": held}
+        down_s = watch.until(0, 1, 1, within_s=60)
+        eventually(lambda: nothing_held(server.admin_url), within_s=10)
+        asked = time.monotonic()
+        woken = httpx.post(
+            f"{server.url}/v1/chat/completions", json=question(1, random.Random(99)), timeout=60
+        )
+        wake_s = round(time.monotonic() - asked, 1)
+        assert watch.now()["encoder"] == 1
+        figures = {
+            "up_s": up_s,
+            "down_s": down_s,
+            "wake_s": wake_s,
+            "answers": dict(crowd.outcomes),
+            "replicas": watch.rows,
+        }
         print(f"scaling run: {figures}")
         record_property("scaling", figures)
+        assert woken.json()["choices"][0]["finish_reason"] == "length", woken.text
         assert set(crowd.outcomes) == {"length"} and crowd.outcomes["length"] >= 20
 
 
