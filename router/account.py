@@ -9,17 +9,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from common.config.settings import ObjectiveSettings
-from common.contract.messages import Accepted, Seal
-from common.observe.logs import client_id, note
+from common.contract.messages import Accepted, EmbedTicket, Seal
+from common.errors import ServingError
+from common.observe.logs import client_id, note, request_id
 from common.observe.metrics import Tally
 from router.jobs import Task
-from router.recent import Part, Past, Recent
+from router.recent import GOOD, STAGES, Part, Past, Recent, Stumble
+from router.replica import Replica
 
 _log = logging.getLogger("baton.requests")
-GOOD = ("stop", "length", "tool_calls")  # outcomes that may count towards the objective
 
 
 class Account:
@@ -32,12 +33,14 @@ class Account:
         self._task, self._tally, self._recent = task, tally, recent
         self._objective = objective
         self._began, self._began_unix = self._now(), time.time()
-        self._client = client_id.get()
+        self._header, self._client = request_id.get(), client_id.get()
         self._first: float | None = None
         self._tokens = 0
         self.cached_tokens = 0  # of the prompt, spared by prefill's cache
         self.admission_s = 0.0
         self._parts: list[Part] = []
+        self._part_began = self._began
+        self._stumbles: list[Stumble] = []
         self._stages: dict[str, float] = {}  # what rooms said of waiting, computing, pulling
 
     @staticmethod
@@ -45,13 +48,41 @@ class Account:
         return asyncio.get_running_loop().time()
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """A stretch of the way, whether it is passed or ends in an error."""
-        began = self._now()
+    def part(self, name: str, route: Mapping[str, Replica]) -> Iterator[None]:
+        """A stretch of the way, whether it is passed or ends in an error.
+
+        `route` has the replica last asked, by room, when the part is over.
+        """
+        began = self._part_began = self._now()
+        error = ""
         try:
             yield
+        except ServingError as ended:
+            error = ended.code
+            raise
         finally:
-            self._note(name, began - self._began, self._now() - began)
+            room = "decode" if name == "wait" else STAGES[name]
+            self._parts.append(
+                Part(
+                    name=name,
+                    at_s=began - self._began,
+                    long_s=self._now() - began,
+                    replica=route[room].id if room in route else "",
+                    error=error,
+                )
+            )
+
+    def stumbled(self, name: str, at: Replica | None, why: ServingError) -> None:
+        """A pass ended early and another one begins."""
+        self._stumbles.append(
+            Stumble(
+                name=name,
+                at_s=self._now() - self._began,
+                room=at.room if at else "",
+                replica=at.id if at else "",
+                why=why.code,
+            )
+        )
 
     def admitted(self) -> None:
         """A reservation was granted; after a stumble, another one."""
@@ -62,6 +93,11 @@ class Account:
         self._tokens += tokens
         if self._first is None and tokens:
             self._first = self._now()
+
+    def encoded(self, ticket: EmbedTicket, replica: str) -> None:
+        """The encoder tells how long the images took."""
+        told = {"prepare": ticket.prepare_s, "encode_wait": ticket.wait_s}
+        self._told("encode", replica, **told, tower=ticket.compute_s)
 
     def prefilled(self, seal: Seal, replica: str) -> None:
         """Prefill tells its own times; what its cache spared counts the first time only."""
@@ -102,6 +138,7 @@ class Account:
         self._recent.add(
             Past(
                 request=self._task.request,
+                header=self._header,
                 client=self._client,
                 trace=self._task.trace,
                 outcome=outcome,
@@ -111,6 +148,7 @@ class Account:
                 prompt_tokens=prompt,
                 completion_tokens=self._tokens,
                 parts=tuple(sorted(self._parts, key=lambda part: (part.at_s, part.within))),
+                stumbles=tuple(self._stumbles),
             )
         )
 
@@ -147,12 +185,16 @@ class Account:
 
     def _told(self, within: str, replica: str, **seconds: float) -> None:
         """Parts that a room told of when it answered: they end now, one after the other."""
-        at = self._now() - self._began - sum(seconds.values())
+        earliest, now = self._part_began - self._began, self._now() - self._began
+        at = max(earliest, now - sum(seconds.values()))
         for name, long in seconds.items():
             self._parts.append(
-                Part(name=name, at_s=max(0.0, at), long_s=long, replica=replica, within=within)
+                Part(
+                    name=name,
+                    at_s=at,
+                    long_s=min(long, now - at),
+                    replica=replica,
+                    within=within,
+                )
             )
-            at += long
-
-    def _note(self, name: str, at_s: float, long_s: float) -> None:
-        self._parts.append(Part(name=name, at_s=at_s, long_s=long_s))
+            at = min(now, at + long)

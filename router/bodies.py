@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 
 from common.errors import BodyTooLarge, Cancelled
 from common.observe.logs import request_id
+from router.tracing import TRACE
 
 TENANT = "baton.tenant"  # in an ASGI scope: the name of the request's API key
-TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Where a request comes from.
 
-    `name` is unique in this deployment; `tenant` names the API key and `trace` is the client's
-    `traceparent`, both empty when there is none.
+    `name` is unique in this deployment; `tenant` names the API key and `trace` is the
+    `traceparent` of the call, both empty when there is none.
     """
 
     name: str
@@ -28,12 +27,11 @@ class Origin:
 
 
 def origin_of(request: Request) -> Origin:
-    """The origin of a request that came through the door; an odd `traceparent` is left out."""
-    trace = request.headers.get("traceparent", "")
+    """The origin of a request that came through the door."""
     return Origin(
         name=request_id.get(),
         tenant=request.scope.get(TENANT, ""),
-        trace=trace if TRACEPARENT.fullmatch(trace) else "",
+        trace=request.scope.get(TRACE, ""),
     )
 
 

@@ -56,17 +56,26 @@ class Dashboard:
         )
 
     async def request(self, request: Request) -> Response:
-        """One of the last requests, by the router's id or the client's."""
-        past = self._house.recent.find(request.path_params["name"])
-        if past is None:
-            told = {"error": "no request of this id among the last ones of this router"}
-            return JSONResponse(told, status_code=404)
-        return JSONResponse(past.plain())
+        """The last requests of one id: the reply's, the router's, the client's or the trace's."""
+        recent, name = self._house.recent, request.path_params["name"]
+        if not (found := recent.find(name)):
+            kept, seconds = recent.span_s(time.time())
+            return JSONResponse({"error": _unknown(self._house, kept, seconds)}, status_code=404)
+        return JSONResponse({"requests": [past.plain() for past in found]})
 
     async def _stream(self) -> AsyncIterator[bytes]:
         while True:
             yield b"data: " + json.dumps(snapshot(self._house, self._readiness)).encode() + b"\n\n"
             await asyncio.sleep(EVERY_S)
+
+
+def _unknown(house: House, kept: int, seconds: float) -> str:
+    """Why there may be nothing of a request's id."""
+    of = f"the last {kept} that ended, which go back {seconds:.0f} s" if kept else "any so far"
+    return (
+        f"no request of this id is among {of}, at {house.name}; {house.running} still run, "
+        "another router may have it, or it was refused before any room heard of it"
+    )
 
 
 def snapshot(house: House, readiness: Readiness) -> dict[str, Any]:

@@ -14,6 +14,7 @@ still hold for it is cancelled there, whichever way it ended.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from common.contract.messages import (
     Accepted,
@@ -65,12 +66,14 @@ class Flow:
             except TransferError as refused:
                 self._bench(refused)
                 recovery.after_refusal(refused, ledger.at, ledger.route)
+                self.account.stumbled("reprefill", ledger.at, refused)
                 if spends_seat(refused, ledger.at):
                     self._leave_seat()
             except RoomLost as lost:
                 dead = recovery.after_death(
                     lost, ledger.at, ledger.route, accepted=self._is_accepted
                 )
+                self.account.stumbled("replay", ledger.route.get(dead), lost)
                 if dead == "decode":  # the reservation went with it
                     self._leave_seat()
             ledger.is_exact = False
@@ -80,7 +83,7 @@ class Flow:
         """One way through the rooms; a second one begins at the reservation that still stands."""
         self._is_accepted = False
         self.answer.begin()
-        part = self.account.part
+        part = partial(self.account.part, route=self._ledger.route)
         with part("wait"):
             decode, reservation = self._seat or await self._reserve()
         embeds = None
@@ -161,6 +164,7 @@ class Flow:
                 reply = await self._ledger.ask(encoder, self._name, job)
             if isinstance(reply, EmbedTicket):
                 self._ledger.hold(encoder, reply.nonce)
+                self.account.encoded(reply, encoder.id)
                 return reply, encoder
             wanted |= set(expect(reply, ImagesMissing).indices)
         raise TransferError(f"{encoder.id} asked {ASKS_FOR_BYTES} times for images it was sent")

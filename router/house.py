@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from common.config.settings import Settings
 from common.errors import NotReady, ServingError
 from common.observe.metrics import Tally
+from common.observe.otlp import Spans
+from router import spans
 from router.admission import POLL_S, Admission
 from router.bell import Bell
 from router.decisions import Decisions
@@ -40,6 +43,10 @@ class House:
         self.pairs = Pairs()
         self.tally = Tally()
         self.recent = Recent()
+        self.spans: Spans | None = None
+        if settings.trace.endpoint:
+            self.spans = Spans(settings.trace.endpoint, settings.trace.share, instance=name)
+            self.recent.listeners.append(partial(spans.tell, self.spans))
         self.decisions = Decisions()
         self.missing: set[str] = set()  # rooms without any replica that a request waits for
         self._tasks: set[asyncio.Task[None]] = set()
@@ -57,6 +64,8 @@ class House:
         if self._keeper is not None:
             self._keeper.cancel()
         await self.board.stop()
+        if self.spans is not None:
+            await asyncio.to_thread(self.spans.close)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something that must end even when the request that began it is gone."""

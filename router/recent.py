@@ -1,4 +1,4 @@
-"""The last requests that ended, kept for the dashboard.
+"""The last requests that ended, kept for the dashboard, for `baton trace` and for spans.
 
 Knows moments and counts, never words. Bounded: what is older is forgotten.
 """
@@ -11,7 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-KEPT = 256  # requests
+from router.tracing import trace_of
+
+GOOD = ("stop", "length", "tool_calls")  # outcomes of an answer that is whole
+KEPT = 4096  # requests, some 3 kB each
+
+# Where each part that the router sees is spent; what a room tells of lies within one of them.
+STAGES = {
+    "wait": "router",
+    "encode": "encoder",
+    "prefill": "prefill",
+    "hand_off": "decode",
+    "decode": "decode",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +31,7 @@ class Part:
     """One stretch of a request: seconds since it began, and seconds long.
 
     `within` names the part it lies in, as a room told it; empty for what the router saw itself.
+    `replica` did the work, or was to do it; `error` is the code of what ended the part early.
     """
 
     name: str
@@ -26,6 +39,18 @@ class Part:
     long_s: float
     replica: str = ""
     within: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stumble:
+    """A pass that had to be made again: `name` is reprefill or replay, `why` an error's code."""
+
+    name: str
+    at_s: float
+    room: str
+    replica: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +58,9 @@ class Past:
     """A request that ended. `began` is Unix time; `outcome` a finish reason or an error's code."""
 
     request: str
+    header: str = ""  # the id on the reply: several prompts of one call have one
     client: str = ""  # what the client calls it
-    trace: str = ""  # the client's traceparent
+    trace: str = ""  # the traceparent its rooms were told
     outcome: str
     began: float
     total_s: float
@@ -42,10 +68,16 @@ class Past:
     prompt_tokens: int
     completion_tokens: int
     parts: tuple[Part, ...]
+    stumbles: tuple[Stumble, ...] = ()
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether it ended with an error; that its reader left is none."""
+        return self.outcome not in (*GOOD, "cancelled")
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, for JSON; without the trace context."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "trace"}
+        """As plain values, for JSON; of the trace context only the trace's id."""
+        return dataclasses.asdict(self) | {"trace": trace_of(self.trace)}
 
 
 class Recent:
@@ -68,7 +100,14 @@ class Recent:
         """The last ones, newest first."""
         return list(self._pasts)[-most:][::-1]
 
-    def find(self, name: str) -> Past | None:
-        """The newest request of this id, ours or the client's."""
-        matches = (past for past in reversed(self._pasts) if name in (past.request, past.client))
-        return next(matches, None)
+    def find(self, name: str) -> list[Past]:
+        """Requests of this id, newest first: ours, the reply's, the client's or the trace's."""
+        return [past for past in reversed(self._pasts) if name and name in _names(past)]
+
+    def span_s(self, now: float) -> tuple[int, float]:
+        """How many requests are kept, and how long ago the oldest of them began."""
+        return len(self._pasts), now - self._pasts[0].began if self._pasts else 0.0
+
+
+def _names(past: Past) -> tuple[str, ...]:
+    return (past.request, past.header, past.client, trace_of(past.trace))

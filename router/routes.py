@@ -58,7 +58,8 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
         },
     )
     app.router.redirect_slashes = False
-    return Door(app, desk.settings.server, Access(desk.settings.access), house.tally)
+    access = Access(desk.settings.access)
+    return Door(app, desk.settings.server, access, house.tally, house.spans)
 
 
 class _Pages:

@@ -238,6 +238,23 @@ class ObjectiveSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSettings:
+    """The [trace] table: spans over OTLP, for which the extra `baton[trace]` is needed."""
+
+    endpoint: str = ""  # the collector's URL, http://host:4318/v1/traces; empty: no spans are made
+    share: float = 1.0  # of requests without a `traceparent`; one that has it decides itself
+
+    def __post_init__(self) -> None:
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"trace.endpoint is {self.endpoint!r}; give a collector's URL, "
+                "like http://127.0.0.1:4318/v1/traces"
+            )
+        if not 0 <= self.share <= 1:
+            raise ConfigError(f"trace.share is {self.share:g}; a share is between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TestingSettings:
     """The [testing] table: hooks that refuse any bind but loopback."""
 
@@ -261,6 +278,7 @@ class Settings:
     transfer: TransferSettings = field(default_factory=TransferSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
+    trace: TraceSettings = field(default_factory=TraceSettings)
     testing: TestingSettings = field(default_factory=TestingSettings)
 
     def __post_init__(self) -> None:

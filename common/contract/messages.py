@@ -132,6 +132,9 @@ class EmbedTicket(Message, frozen=True, kw_only=True):
     layout_print: str
     parts: tuple[EmbedPart, ...]  # in order of the request's images
     lease_s: float
+    prepare_s: float = 0.0  # decoding and resizing, waiting for the tower, and in it
+    wait_s: float = 0.0
+    compute_s: float = 0.0
 
 
 class PrefillJob(Message, frozen=True, kw_only=True):

@@ -40,7 +40,7 @@ from common.runtime.orders import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.group")
 PING_S = 1.0
 SILENT_S = 5.0  # a rank that has not answered for so long is lost
 JOIN_S = 1800.0  # loading a rank's weights takes long

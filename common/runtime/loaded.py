@@ -20,7 +20,7 @@ from common.weights import load_text as load_weights
 from common.weights import weight_identity
 from common.weights.tree import MoeWeights
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("baton.loading")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from common.errors import RoomLost, ServingError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.engine")
 T = TypeVar("T")
 Lost = Callable[[ServingError], None]
 

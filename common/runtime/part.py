@@ -36,7 +36,7 @@ from common.weights.tree import TextWeights
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("baton.loading")
 PATIENCE_S = 15.0  # of a collective; weights are loaded and all ranks met before the first
 
 

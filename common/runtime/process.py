@@ -15,6 +15,7 @@ from pathlib import Path
 
 from common.config.loading import load_settings, room_secret
 from common.config.settings import Settings
+from common.observe.logs import start_logging
 from common.runtime.drain import Served, drain
 
 
@@ -32,6 +33,7 @@ def main(build: Callable[[Settings, str, str], Served], argv: list[str] | None =
     args = parser.parse_args(argv)
     settings = load_settings(args.settings)
     room = build(settings, room_secret(), args.replica)
+    start_logging(room.room.name, room.room.id)
     sys.exit(asyncio.run(_serve(room, args.host, settings.server.drain_s)))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from common.config.loading import parse_settings, room_secret
 from common.contract.regions import Agent
 from common.errors import RoomLost, ServingError
+from common.observe.logs import start_logging
 from common.ops.digest import Signature
 from common.parallel.placement import Placement
 from common.runtime.group import Channel, enter
@@ -55,7 +56,7 @@ from common.runtime.part import Plan, first_word, read_part
 from common.transfer.nixl import NixlLink
 from common.transfer.receiver import Receiver
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.rank")
 SWEEP_S = 0.5
 MIRRORED = ("clear_slot", "copy_slot", "copy_page", "keep_row", "restore_row", "sign_pages")
 
@@ -215,6 +216,7 @@ def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> 
 
 def serve(tables: dict[str, Any], room: str, rank: int, leader: str, secret: str) -> None:
     """Be a rank of a room's replica, whose leader listens at "host:port"; ends the process."""
+    start_logging(room, f"rank-{rank}")
     host, _, port = leader.rpartition(":")
     settings = parse_settings(tables, source="the leader's settings")
     run_rank(Plan.of(settings, room), rank, secret=secret, leader=(host, int(port)))

@@ -1,7 +1,8 @@
 """Room: what every room's process has around its engine.
 
 An identity (id and epoch), a listening socket, wires to other rooms for the small messages, and a
-clock for leases. It dispatches messages by type and knows none of them beyond that; no Ray here.
+clock for leases. It dispatches messages by type, writes a line about every job, and knows nothing
+else of them; no Ray here.
 """
 
 from __future__ import annotations
@@ -14,14 +15,26 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from common.contract.messages import AnyMessage, Done, Endpoint, Message, Release, Renew
+from common.contract.messages import (
+    AnyMessage,
+    DecodeJob,
+    Done,
+    EncodeJob,
+    Endpoint,
+    Message,
+    PrefillJob,
+    Release,
+    Renew,
+    Reserve,
+)
 from common.contract.regions import Agent, PoolInfo
 from common.errors import InvalidRequest, RoomLost, ServingError
+from common.observe.logs import note, request_id, trace_id
 from common.runtime.identity import Identity
 from common.transfer.link import Link
 from common.wire import Listening, Wire, dial
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.room")
 M = TypeVar("M", bound=Message)
 SWEEP_S = 0.5  # how often leases and quarantine are looked at
 SILENT_S = 30.0  # a router that said nothing for as long as a lease lasts is gone
@@ -114,7 +127,35 @@ class Room:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise InvalidRequest(f"the {self.name} room does not take {type(message).__name__}")
+        if isinstance(message, EncodeJob | PrefillJob | Reserve | DecodeJob) and not message.probe:
+            return await self._told(message, handler(message, wire.caller))
         return await handler(message, wire.caller)
+
+    async def _told(
+        self, job: EncodeJob | PrefillJob | Reserve | DecodeJob, work: Awaitable[Message]
+    ) -> Message:
+        """Do a job, and write a line about how it ended; all lines on the way name its request."""
+        name, _, again = job.request.partition("~")
+        request_id.set(name)  # each message is handled in a context of its own
+        trace_id.set("" if isinstance(job, Reserve) else job.trace[3:35])
+        began, outcome = time.monotonic(), "cancelled"
+        try:
+            reply = await work
+            outcome = type(reply).__name__
+            return reply
+        except ServingError as error:
+            outcome = error.code
+            raise
+        finally:
+            note(
+                log,
+                logging.INFO,
+                "job ended",
+                job=type(job).__name__,
+                outcome=outcome,
+                seconds=round(time.monotonic() - began, 5),
+                stumbles=int(again or 0),
+            )
 
     def _welcome(self, wire: Wire) -> None:
         """Note who calls. One that dials anew has given up what ran over its old connection."""
@@ -135,7 +176,7 @@ class Room:
         now = time.monotonic()
         for caller, wire in list(self.wires.items()):
             if caller.startswith(ROUTERS) and now - wire.heard_at > SILENT_S:
-                log.warning("%s was silent for %g s; its requests are dropped", caller, SILENT_S)
+                note(log, logging.WARNING, "a silent router's requests are dropped", caller=caller)
                 wire.close()
 
     async def _sweep(self) -> None:
@@ -211,7 +252,8 @@ class Peers:
         try:
             await self._call(owner, message, SMALL_S)
         except ServingError as error:
-            log.warning("%s to %s failed: %s", type(message).__name__, owner.id, error)
+            what = type(message).__name__
+            note(log, logging.WARNING, "told in vain", what=what, to=owner.id, reason=str(error))
 
     async def _call(self, owner: Endpoint, message: Message, timeout_s: float) -> None:
         key = (owner.id, owner.epoch)

@@ -8,6 +8,7 @@ import ray
 from ray import serve
 
 from common.config.loading import parse_settings
+from common.observe.logs import start_logging
 from common.runtime.replica import RoomReplica
 from services.decode.room import DecodeRoom
 from services.ranks import Ranks
@@ -20,6 +21,7 @@ class Decode(RoomReplica):
         """`tables` are the settings as plain dictionaries."""
         settings = parse_settings(tables, source="the application's settings")
         replica = serve.get_replica_context().replica_tag
+        start_logging("decode", replica)
         host = settings.server.room_host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         ranks = Ranks(tables, "decode", secret)
         super().__init__(

@@ -34,6 +34,7 @@ from common.errors import (
 )
 from common.model.batch import StepBatch
 from common.model.text import TextModel
+from common.observe.logs import request_id
 from common.observe.metrics import Tally
 from common.runtime.loop import EngineLoop, promise
 from common.runtime.memory import TextMemory
@@ -44,7 +45,7 @@ from services.decode.intake import Intake, Times
 from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("baton.decode")
 Release = Callable[[Endpoint, bytes, str], None]
 Plant = Callable[[list[tuple[Held, Choice]], TextMemory], None]
 NOT_OURS = ("nonce", "epoch")  # refusals after which the ticket may still be in another job's READ
@@ -164,7 +165,8 @@ class DecodeEngine:
             writer_ended()
             self.loop.post(partial(self._refuse, held, job, error))
         except Exception as fault:  # nobody waits for this thread: the engine must hear of it
-            log.exception("taking in request %s failed", job.request)
+            request_id.set(job.request.partition("~")[0])
+            log.exception("taking in a hand-off failed")
             if len(read_ended) < self._intake.readers:
                 self.loop.post(partial(self._stop_for, fault))
                 return

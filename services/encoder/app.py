@@ -8,6 +8,7 @@ import ray
 from ray import serve
 
 from common.config.loading import parse_settings
+from common.observe.logs import start_logging
 from common.runtime.replica import RoomReplica
 from services.encoder.room import EncoderRoom
 
@@ -19,6 +20,7 @@ class Encoder(RoomReplica):
         """`tables` are the settings as plain dictionaries."""
         settings = parse_settings(tables, source="the application's settings")
         replica = serve.get_replica_context().replica_tag
+        start_logging("encoder", replica)
         super().__init__(
             lambda: EncoderRoom(settings, secret=secret, replica=replica),
             settings.server.room_host or str(ray.util.get_node_ip_address()),  # type: ignore[no-untyped-call]

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 from torch import Tensor
 
 from common.config.settings import EncoderSettings
@@ -44,7 +45,9 @@ class Wanted:
     job: EncodeJob
     deadline: float
     caller: str = ""  # the router it came from
+    prepare_s: float = 0.0  # spent on decoding its images
     arrived: float = field(default_factory=time.monotonic)
+    started: float = 0.0  # its first image went into the tower; 0: none had to
     future: Future[Reply] = field(default_factory=promise)
     entries: dict[bytes, Entry] = field(default_factory=dict)  # held
     ended: bool = False
@@ -78,13 +81,20 @@ class EncoderEngine:
     # --- from any thread
 
     def submit(
-        self, job: EncodeJob, prepared: dict[bytes, Prepared], caller: str = ""
+        self,
+        job: EncodeJob,
+        prepared: dict[bytes, Prepared],
+        caller: str = "",
+        prepare_s: float = 0.0,
     ) -> Future[Reply]:
         """Queue a request; `prepared` has, by key, the images whose bytes came with the job.
 
+        `prepare_s` is what their decoding took; the ticket repeats it.
+
         The future has a ticket, or names images that are neither here nor kept.
         """
-        wanted = Wanted(job=job, caller=caller, deadline=time.monotonic() + job.deadline_s)
+        deadline = time.monotonic() + job.deadline_s
+        wanted = Wanted(job=job, caller=caller, deadline=deadline, prepare_s=prepare_s)
         self.loop.post(lambda: self._enqueue(wanted, prepared), wanted.future.set_exception)
         return wanted.future
 
@@ -162,6 +172,7 @@ class EncoderEngine:
                 break
             keys.append(key)
             patches += pixels.shape[0]
+        self._started(keys)
         embeddings = self._tower.forward([self._queue[key][0] for key in keys])
         for key, rows in zip(keys, embeddings, strict=True):
             _, tokens = self._queue.pop(key)
@@ -171,6 +182,12 @@ class EncoderEngine:
         self._tally.observe("baton_encode_patches", float(patches))
         self._settle()
         return True
+
+    def _started(self, keys: list[bytes]) -> None:
+        now, keyed = time.monotonic(), set(keys)
+        for wanted in self._waiting:
+            if not wanted.started and any(key_of(image) in keyed for image in wanted.job.images):
+                wanted.started = now
 
     def _store(self, key: bytes, rows: Tensor, tokens: int) -> None:
         wanting = [w for w in self._waiting if any(key_of(i) == key for i in w.job.images)]
@@ -215,7 +232,16 @@ class EncoderEngine:
         on_end: Callable[[str], None] = partial(self._lease_ended, wanted)
         job = wanted.job
         ticket = self._owner.offer_embeds(job.request, parts, on_end, probe=job.probe)
-        wanted.future.set_result(ticket)
+        now = time.monotonic()
+        started = wanted.started or now
+        wanted.future.set_result(
+            msgspec.structs.replace(
+                ticket,
+                prepare_s=wanted.prepare_s,
+                wait_s=started - wanted.arrived,
+                compute_s=now - started,
+            )
+        )
 
     def _lease_ended(self, wanted: Wanted, outcome: str) -> None:
         self._tally.add("baton_tickets_total", outcome=outcome)

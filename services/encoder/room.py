@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -111,13 +112,15 @@ class EncoderRoom:
     async def _encode(self, job: EncodeJob, caller: str) -> Message:
         prepared: dict[bytes, Prepared] = {}
         self._in_hand[job.request] = True
+        began = time.monotonic()
         try:
             await self._prepare_all(job, prepared)
             if not self._in_hand[job.request]:
                 raise Cancelled(f"request {job.request} was cancelled")
         finally:
             self._in_hand.pop(job.request, None)
-        return await asyncio.wrap_future(self.engine.submit(job, prepared, caller))
+        prepare_s = time.monotonic() - began
+        return await asyncio.wrap_future(self.engine.submit(job, prepared, caller, prepare_s))
 
     async def _prepare_all(self, job: EncodeJob, prepared: dict[bytes, Prepared]) -> None:
         loop = asyncio.get_running_loop()

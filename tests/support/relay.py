@@ -17,6 +17,7 @@ from pathlib import Path
 from common.config.loading import load_settings
 from common.config.settings import Settings
 from common.contract.messages import Holdings, ImageRef, Inventory, Sampling, TokenOut
+from router.app import Router
 from router.house import House
 from router.jobs import Task
 from router.journey import Journey
@@ -167,3 +168,35 @@ def changed(settings: Settings, **tables: dict[str, object]) -> Settings:
             for name, values in tables.items()
         },
     )
+
+
+@contextlib.asynccontextmanager
+async def with_front(settings: Settings, **counts: int) -> AsyncIterator[tuple[Relay, Router]]:
+    """Rooms in this process behind a whole router, whose ports are 0; ready when it begins."""
+    kinds = {"encoder": EncoderRoom, "prefill": PrefillRoom, "decode": DecodeRoom}
+    rooms = {
+        name: [kinds[name](settings, secret=SECRET) for _ in range(n)] for name, n in counts.items()
+    }
+    everyone = [room for some in rooms.values() for room in some]
+    endpoints = [await room.open("127.0.0.1") for room in everyone]
+    seats = Seats()
+    seats.fill("line", [Seat(key=e.id, host=e.host, port=e.port) for e in endpoints])
+    router = Router(settings, seats, secret=SECRET, name="front")
+    try:
+        await router.start()
+        house, pairs = router.house, counts["prefill"] * counts["decode"]
+        async with asyncio.timeout(PRESENT_S):
+            while (
+                len(house.board.connected()) < len(everyone)
+                or house.pairs.count_usable(house.seen("prefill")[0], house.seen("decode")[0])
+                < pairs
+            ):
+                await asyncio.sleep(0.02)
+        yield (
+            Relay(house, rooms.get("encoder", []), rooms["prefill"], rooms["decode"]),
+            router,
+        )
+    finally:
+        await router.stop()
+        for room in everyone:
+            await room.close()

@@ -45,13 +45,25 @@ async def test_a_snapshot_tells_of_stages_and_the_last_requests_and_not_what_the
         assert "secret" not in json.dumps(told)
 
 
-async def test_one_request_is_found_by_either_id():
+async def test_a_request_is_found_by_each_of_its_ids():
+    trace = "0af7651916cd43dd8448eb211c80319c"
     async with site() as here:
-        await here.chat()
-        (past,) = here.router.house.recent.newest(5)
-        found = (await here.admin.get(f"/admin/requests/{past.request}")).json()
-        assert found["request"] == past.request
-        assert (await here.admin.get("/admin/requests/nobody")).status_code == 404
+        missing = (await here.admin.get("/admin/requests/nobody")).json()["error"]
+        assert "any so far, at r1" in missing
+        reply = await here.http.post(
+            "/v1/completions",
+            json={"model": "nano-k3", "prompt": ["one", "two"], "max_tokens": 2},
+            headers={"traceparent": f"00-{trace}-b7ad6b7169203331-01"},
+        )
+        header = reply.headers["x-request-id"]
+        for name in (header, trace):
+            found = (await here.admin.get(f"/admin/requests/{name}")).json()["requests"]
+            assert {one["request"] for one in found} == {f"{header}-0", f"{header}-1"}
+            assert {one["trace"] for one in found} == {trace}
+        (one,) = (await here.admin.get(f"/admin/requests/{header}-0")).json()["requests"]
+        assert one["header"] == header
+        missing = await here.admin.get("/admin/requests/nobody")
+        assert missing.status_code == 404 and "the last 2 that ended" in missing.json()["error"]
 
 
 async def test_with_a_key_the_second_listener_asks_for_it():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 
 import pytest
 from prometheus_client import parser
@@ -114,3 +115,19 @@ def test_a_log_line_is_json_with_the_request_and_its_fields():
     assert line["event"] == "request ended"
     assert (line["room"], line["replica"], line["request"]) == ("router", "r1", "req-1")
     assert (line["outcome"], line["tokens"], len(line["word"])) == ("stop", 3, 200)
+
+
+@pytest.mark.parametrize("room", ["router", "decode"])
+def test_the_router_leaves_out_what_an_exception_says(room):
+    try:
+        try:
+            raise KeyError("a prompt's words")
+        except KeyError as first:
+            raise ValueError("a prompt's words again") from first
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "a fault", (), sys.exc_info())
+    line = json.loads(JsonLines(room).format(record))
+    assert "ValueError" in line["exception"] and "KeyError" in line["exception"]
+    assert "test_observe.py" in line["exception"]
+    told = [row for row in line["exception"].splitlines() if row.startswith(("Key", "Value"))]
+    assert any("words" in row for row in told) == (room != "router")
