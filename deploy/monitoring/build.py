@@ -17,6 +17,17 @@ HERE = Path(__file__).parent
 FOLDER = HERE / "grafana" / "dashboards"
 RULES = HERE.parents[1] / "k8s" / "monitoring" / "prometheus-rule.yaml"
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3  # of a panel, in Grafana's grid of 24
+LINK = {
+    "type": "dashboards",
+    "tags": ["baton"],
+    "title": "Baton",
+    "icon": "external link",
+    "tooltip": "",
+    "asDropdown": True,
+    "targetBlank": False,
+    "includeVars": True,
+    "keepTime": True,
+}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -61,7 +72,7 @@ def dashboard(page: Page) -> dict[str, Any]:
         "timezone": "browser",
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
-        "links": [{"type": "dashboards", "tags": ["baton"], "asDropdown": True, "title": "Baton"}],
+        "links": [LINK],
         "templating": {
             "list": [
                 {

@@ -7,9 +7,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard as grafana
 
 from common.observe.metrics import METRICS
 from deploy.monitoring.build import FOLDER, RULES, dashboard, rules, text
@@ -65,6 +69,40 @@ def test_dashboards_have_what_grafana_asks_of_them(page):
         assert {"type", "title", "gridPos", "targets", "datasource", "fieldConfig"} <= set(panel)
         references = [target["refId"] for target in panel["targets"]]
         assert len(set(references)) == len(references)
+
+
+def lost(ours: Any, theirs: Any, path: str = "") -> list[str]:
+    """Places of a document that another one does not have, or has otherwise."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return [
+            found
+            for key, value in ours.items()
+            for found in lost(value, theirs.get(key), f"{path}.{key}")
+        ]
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return [found for at, pair in pairs for found in lost(*pair, f"{path}[{at}]")]
+    return [] if ours == theirs else [path]
+
+
+def as_grafana_reads(told: dict[str, Any]) -> dict[str, Any]:
+    register_default_plugins()
+    return json.loads(json.dumps(grafana.Dashboard.from_json(told), cls=JSONEncoder))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.uid)
+def test_grafanas_own_types_take_every_key_of_a_dashboard(page):
+    told = json.loads(text(page))
+    assert lost(told, as_grafana_reads(told)) == []
+    told["panels"][0]["gridPosition"] = {}
+    told["panels"][0]["targets"][0]["expression"] = "1"
+    assert lost(told, as_grafana_reads(told)) == [
+        ".panels[0].targets[0].expression",
+        ".panels[0].gridPosition",
+    ]
+    link = {"type", "title", "tags", "icon", "tooltip"}  # and these its schema demands
+    link |= {"asDropdown", "targetBlank", "includeVars", "keepTime"}
+    assert all(set(one) == link for one in told["links"])
 
 
 def test_every_stage_and_almost_every_metric_is_on_a_page():
