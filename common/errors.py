@@ -9,6 +9,7 @@ ServingError
 │   └── ImageRejected
 ├── Unauthorized          401   no API key, or an unknown one
 ├── NotFound              404
+├── TooSlow               408   the request did not arrive in time
 ├── BodyTooLarge          413
 ├── CapacityError         429   no room now; the same request may succeed later
 ├── RateLimited           429   this key has used its share
@@ -91,6 +92,12 @@ class NotFound(ServingError):
         """Keep the field's name beside the sentence."""
         super().__init__(message)
         self.param = param
+
+
+class TooSlow(ServingError):
+    """The request's body did not arrive in time."""
+
+    code, status = "request_timeout", 408
 
 
 class BodyTooLarge(ServingError):

@@ -57,12 +57,14 @@ class Router:
             host=server.host,
             port=server.port,
             drain_s=server.drain_s + FAREWELL_S,
+            bounds=server,
         )
         self.admin = HttpListener(
             admin_app(self.house, self.readiness),
             host=server.admin_host,
             port=server.admin_port,
             drain_s=1.0,
+            bounds=server,
         )
         self._prober: asyncio.Task[None] | None = None
 

@@ -18,6 +18,7 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -37,6 +38,7 @@ INSIDE = {
 }
 UNEXPECTED = "something unexpected happened; the log has it under the request's id"
 
+HALF_READ = (408, 413, 431)  # the rest of such a request is of no use to anybody
 RETRY_AFTER_S = {429: 1, 503: 2}
 
 
@@ -73,12 +75,15 @@ def fault(
     """Build a fault; retryable ones say when to come back."""
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     headers = {"Retry-After": str(RETRY_AFTER_S.get(status, 1))} if retryable else {}
+    if status in HALF_READ:
+        headers["Connection"] = "close"
     body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
     return Fault(status=status, body=body, headers=headers)
 
 
 # Anthropic's names of kinds of errors, where they are not ours.
 ANTHROPIC_TYPES = {
+    408: "timeout_error",
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
+from common.config.settings import ServerSettings
 from common.errors import ConfigError
+from router.http_bounds import BoundedHttp
 
 BACKLOG = 2048
 LATE_S, LATE_LOOKS = 0.5, 25  # for the request of a client that has connected just before the end
@@ -19,11 +22,26 @@ IDLE_S = 75  # a connection between two requests; clients' pools keep theirs for
 class HttpListener:
     """One app on one address."""
 
-    def __init__(self, app: Any, *, host: str, port: int, drain_s: float) -> None:
-        """`port` 0 takes any; on stopping, running requests have `drain_s` to end."""
+    def __init__(
+        self,
+        app: Any,
+        *,
+        host: str,
+        port: int,
+        drain_s: float,
+        bounds: ServerSettings,
+    ) -> None:
+        """`port` 0 takes any; on stopping, running requests have `drain_s` to end.
+
+        Of `bounds`, those of a request's head count here.
+        """
         self.host, self.port = host, port
+        protocol = partial(
+            BoundedHttp, header_bytes=bounds.header_limit_bytes, read_s=bounds.read_s
+        )
         config = uvicorn.Config(
             app,
+            http=cast(type[asyncio.Protocol], protocol),
             log_config=None,
             access_log=False,
             lifespan="off",

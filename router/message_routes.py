@@ -31,7 +31,7 @@ class MessagePages:
     async def create(self, request: Request) -> Any:
         """`POST /v1/messages`, whole or streamed."""
         server = self._desk.settings.server
-        body = await read_body(request, server.body_limit_bytes)
+        body = await read_body(request, server)
         asked = await self._desk.read(parse_messages, body)
         self._readiness.demand()
         order = await while_connected(request.receive, self._order(asked, request))
@@ -47,7 +47,7 @@ class MessagePages:
 
     async def count(self, request: Request) -> Response:
         """`POST /v1/messages/count_tokens`: tokens of the prompt, images included."""
-        body = await read_body(request, self._desk.settings.server.body_limit_bytes)
+        body = await read_body(request, self._desk.settings.server)
         asked = await self._desk.read(parse_count, body)
         with asked.words.told():
             count = await while_connected(request.receive, self._desk.count_chat(asked.chat))

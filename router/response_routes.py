@@ -28,7 +28,7 @@ class ResponsePages:
     async def create(self, request: Request) -> Any:
         """`POST /v1/responses`, whole or streamed."""
         server = self._desk.settings.server
-        body = await read_body(request, server.body_limit_bytes)
+        body = await read_body(request, server)
         asked = await self._desk.read(parse_response, body)
         self._readiness.demand()
         order = await while_connected(request.receive, self._order(asked, request))

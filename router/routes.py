@@ -94,7 +94,7 @@ class _Pages:
 
     async def chat(self, request: Request) -> Any:
         """`POST /v1/chat/completions`, whole or streamed."""
-        body = await read_body(request, self._desk.settings.server.body_limit_bytes)
+        body = await read_body(request, self._desk.settings.server)
         asked = await self._desk.read_chat(body)
         self._demand_ready()
         origin = origin_of(request)

@@ -38,7 +38,7 @@ class TextPages:
 
     async def completions(self, request: Request) -> Any:
         """`POST /v1/completions`, whole or streamed."""
-        body = await read_body(request, self._desk.settings.server.body_limit_bytes)
+        body = await read_body(request, self._desk.settings.server)
         asked = await self._desk.read_text(body)
         self._readiness.demand()
         tasks = await self._desk.order_text(asked, origin_of(request))
@@ -67,7 +67,7 @@ class TextPages:
 
     async def tokenize(self, request: Request) -> Response:
         """`POST /tokenize`: the ids of a text; what looks like a control token is text."""
-        body = await read_body(request, self._desk.settings.server.body_limit_bytes)
+        body = await read_body(request, self._desk.settings.server)
         asked = convert_object(decode_object(body), TokenizeBody)
         ids = await asyncio.to_thread(self._desk.tokenizer.encode, asked.prompt)
         reply = TokenizeReply(
@@ -77,7 +77,7 @@ class TextPages:
 
     async def detokenize(self, request: Request) -> Response:
         """`POST /detokenize`: the text of ids, control tokens by name."""
-        body = await read_body(request, self._desk.settings.server.body_limit_bytes)
+        body = await read_body(request, self._desk.settings.server)
         asked = convert_object(decode_object(body), DetokenizeBody)
         ids = checked_ids(asked.tokens, self._desk.limits)
         text = await asyncio.to_thread(self._desk.tokenizer.decode, ids)

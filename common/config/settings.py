@@ -52,12 +52,13 @@ class ServerSettings:
     room_host: str = "127.0.0.1"  # where rooms listen for routers; "": the address of their node
     body_limit_bytes: int = 64 << 20
     header_limit_bytes: int = 32 << 10
+    read_s: float = 20.0  # for a request's head; for a body, beside a second for each 64 KiB
     request_timeout_s: float = 600.0
     keep_alive_s: float = 15.0  # silence after which a stream gets a comment line
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
-        _positive("server", {"body_limit_bytes": self.body_limit_bytes})
+        _positive("server", {"body_limit_bytes": self.body_limit_bytes, "read_s": self.read_s})
         for key, port in (("port", self.port), ("admin_port", self.admin_port)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"server.{key} is {port}; a port is between 0 and 65535")
