@@ -1,8 +1,11 @@
 """Deployment files: valid for their readers, and in agreement with each other."""
 
 import json
+import math
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,11 +157,12 @@ def test_mounted_files_of_the_cluster_exist() -> None:
 
 
 @pytest.mark.parametrize("room", sorted(ROOMS))
-def test_largest_number_of_replicas_fits_the_nodes_of_its_room(room: str) -> None:
+def test_largest_number_of_replicas_and_an_upgrades_fit_the_nodes_of_its_room(room: str) -> None:
     deployment, resource = DEPLOYMENTS[room], room.lower()
     options = deployment["ray_actor_options"]
     replicas = deployment["num_replicas"] if room == "Router" else bounds(room)[1]
     assert options["resources"] == {resource: 1}
+    replicas += math.ceil(deployment["max_surge_percent"] * replicas / 100)
     node = CLUSTER["available_node_types"][resource]
     offered = node["resources"]
     needs = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), resource: 1}
@@ -167,10 +171,31 @@ def test_largest_number_of_replicas_fits_the_nodes_of_its_room(room: str) -> Non
 
     group = GROUPS[resource]
     start = group["rayStartParams"]
-    assert json.loads(json.loads(start["resources"])) == {resource: 1}
-    assert int(start["num-cpus"]) >= options["num_cpus"]
-    assert int(start.get("num-gpus", 0)) == options.get("num_gpus", 0)
-    assert group["maxReplicas"] >= replicas
+    ((name, a_pod),) = json.loads(json.loads(start["resources"])).items()
+    assert name == resource
+    assert int(start["num-cpus"]) >= a_pod * options["num_cpus"]
+    assert int(start.get("num-gpus", 0)) == a_pod * options.get("num_gpus", 0)
+    assert a_pod * group["maxReplicas"] >= replicas
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_nodes_that_hand_over_have_shared_memory_and_the_network_card(name: str) -> None:
+    cluster = documents(ROOT / "deploy" / f"{name}.yaml")[0]
+    everywhere = cluster["docker"]["run_options"]
+    assert {"--shm-size=16g", "--ulimit=memlock=-1"} <= set(everywhere)
+    kinds = cluster.get("available_node_types", {"prefill": {}, "decode": {}})
+    for room in ("prefill", "decode"):
+        own = kinds[room].get("docker", {}).get("worker_run_options", [])
+        assert {"--device=/dev/infiniband", "--cap-add=IPC_LOCK"} <= {*everywhere, *own}
+        assert kinds[room].get("resources", {}).get(room, 1) >= 1
+
+
+def test_pods_live_by_rays_word_and_clients_reach_routers_that_are_ready() -> None:
+    for name, template in PODS.items():
+        (container,) = template["spec"]["containers"]
+        live, ready = (container[f"{kind}Probe"]["httpGet"] for kind in ("liveness", "readiness"))
+        assert live == {"path": "/api/healthz", "port": 52365}
+        assert ready == ({"path": "/ready", "port": "http"} if name == "router" else live)
 
 
 def test_settings_of_the_cluster_are_valid_and_fit_the_application() -> None:
@@ -216,10 +241,21 @@ def test_overlays_give_valid_manifests_and_settings(overlay: str, tmp_path: Path
         elif not manifest["apiVersion"].startswith("monitoring.coreos.com"):
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
         assert manifest["metadata"]["namespace"] == "baton"
+    (service,) = [m for m in manifests if m["kind"] == "RayService"]
+    groups = {g["groupName"]: g for g in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
     (settings,) = [m for m in manifests if m["metadata"]["name"] == "baton-settings"]
     (tmp_path / "settings.toml").write_text(settings["data"]["settings.toml"])
     loaded = load_settings(tmp_path / "settings.toml", environ={})
     assert loaded.server.room_host == "" and loaded.scaling.enabled
+    for deployment in yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0][
+        "deployments"
+    ]:
+        room = deployment["name"].lower()
+        most = deployment.get("num_replicas") or getattr(loaded.scaling, f"{room}_max")
+        more = math.ceil(deployment["max_surge_percent"] * most / 100)
+        start = groups[room]["rayStartParams"]
+        places = json.loads(json.loads(start["resources"]))[room] * groups[room]["maxReplicas"]
+        assert places >= most + more, f"an upgrade of {room} finds no place"
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -239,6 +275,32 @@ def test_production_asks_every_process_of_ray_for_the_token_and_gives_rdma_to_th
             volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
             assert volumes["shm"]["emptyDir"]["sizeLimit"] == "32Gi"
             assert volumes["hugepages"]["emptyDir"]["medium"] == "HugePages-2Mi"
+
+
+def test_the_image_installs_everything_it_runs_from_what_it_copies(tmp_path: Path) -> None:
+    text = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", " ")
+    for _, sources, target in re.findall(
+        r"^COPY (?!--from)((.+) (\S+))$", text.split("FROM")[1], re.M
+    ):
+        for source in sources.split():
+            place = tmp_path / "src" / (source if target == "./" else target)
+            copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
+            place.parent.mkdir(exist_ok=True)
+            copy(ROOT / source, place)
+    (step,) = re.findall(r"^RUN pip (install --no-cache-dir --no-deps .*) \.$", text, re.M)
+    command = [sys.executable, "-m", "pip", *step.split(), "--target", tmp_path / "venv", "."]
+    subprocess.run(command, cwd=tmp_path / "src", check=True, capture_output=True, timeout=60)
+    look = (
+        "import services.app, services.cli, services.scaling_hook, services.decode.rank\n"
+        "from router.dashboard import PAGE\n"
+        f"assert PAGE.exists() and str(PAGE).startswith({str(tmp_path)!r}), PAGE\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path / "venv"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-c", look], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "venv/bin/baton").exists()
 
 
 def test_the_image_copies_what_exists_and_runs_as_nobody_special() -> None:
