@@ -30,6 +30,7 @@ TITLES = {
     "conv": "Short convolution of a prompt",
     "rms_norm": "RMS norm",
     "situ": "SiTU",
+    "parts": "A decode step of those layers by part",
     "slice": "Whole passes of four layers, decode captured in a CUDA graph",
 }
 
@@ -63,17 +64,33 @@ def table(cases: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     return rows
 
 
+def parts(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """The table of a step's parts: a row a part, with its launches."""
+    rows = ["| step | part | floor | took | of the floor | launches |", "|---|---|---|---|---|---|"]
+    for line in lines:
+        case = line["case"]
+        share = f"{line['of_floor']:.2f}" if line["floor_us"] else ""
+        rows.append(
+            f"| batch {case['batch']}, context {case['context']} | {case['part']} | "
+            f"{line['floor_us']:,.1f} | {line['us']:,.1f} | {share} | {line['launches']} |"
+        )
+    return rows
+
+
 def render(lines: Iterable[dict[str, Any]]) -> str:
     """All tables, in the order of `TITLES`."""
     found = list(lines)
     tables = latest(found)
     machines = {json.dumps(line["machine"], sort_keys=True): line["machine"] for line in found}
     told = "; ".join(", ".join(f"{k} {v}" for k, v in m.items()) for m in machines.values())
-    parts = [f"Microseconds, and in brackets the share of the floor. Machine: {told}.", ""]
+    pieces = [f"Microseconds, and in brackets the share of the floor. Machine: {told}.", ""]
     for op, title in TITLES.items():
-        if op in tables:
-            parts += [f"### {title}", "", *table(tables[op]), ""]
-    return "\n".join(parts)
+        if op == "parts" and op in tables:
+            found_parts = parts(line for who in tables[op].values() for line in who.values())
+            pieces += [f"### {title}", "", *found_parts, ""]
+        elif op in tables:
+            pieces += [f"### {title}", "", *table(tables[op]), ""]
+    return "\n".join(pieces)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from common.errors import ConfigError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = 4  # the recurrent state is fp32, whatever the model's dtype
+PARTS = 264  # two programs a multiprocessor: parts that a step's attention is cut into
 MX_GROUP = 32  # weights that share one scale byte in MXFP4
 FP8_BLOCK = 128  # side of a block that shares one fp32 scale
 
@@ -65,6 +66,18 @@ def bank_bytes(text: TextSpec, dtype: str) -> int:
     if text.residual_block is None:
         return 0
     return -(-text.num_layers // text.residual_block) * text.hidden * item_bytes(dtype)
+
+
+def step_bytes(text: TextSpec, dtype: str, rows: int) -> int:
+    """What a decode step of `rows` rows needs beside weights and pools: rounded up, not counted."""
+    kda, mla, moe = text.kda, text.mla, text.moe
+    heads = mla.num_heads
+    row = 8 * text.hidden + 2 * (4 * kda.inner + kda.head_dim + kda.num_heads) + 2 * kda.inner
+    row += 4 * heads * (mla.kv_lora_rank + mla.rope_dim)
+    row += 2 * moe.top_k * (moe.width + (moe.latent or text.hidden)) + 3 * text.dense_width
+    parts = (PARTS + rows) * min(64, heads) * mla.kv_lora_rank * 4  # of attention, in fp32
+    logits = rows * text.vocab * (4 + item_bytes(dtype))
+    return rows * (row * item_bytes(dtype) + bank_bytes(text, dtype)) + parts + logits
 
 
 def break_even_tokens(text: TextSpec, dtype: str) -> int:

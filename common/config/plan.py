@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 from common.config.geometry import fit, page_bytes, slot_bytes, text_values
 from common.config.ranks import GIB, RankMemory, rank_memory
 from common.config.spec import CHUNK, ModelSpec
+from common.config.step import Rates, Rows, exchanged, projected
 from common.errors import ConfigError
 
 NODE = 8  # GPUs with fast links between them; tensor ranks stay inside
 RESERVE = 8 * GIB  # of every rank: activations, graphs, exchange buffers, the libraries
-EFFICIENCY = 0.75  # measured: decode of a slice reaches 0.73 to 0.83 of its bytes' floor
 PREFILL_SHARE = 0.45  # of the matmul peak: 0.63 measured on one GPU, less an assumed 0.7 for ranks
-REDUCE_S = 12e-6  # assumed: one reduction over the tensor ranks of a node, latency alone
-EXCHANGE_S = 40e-6  # assumed: dispatch and combine of one layer, latency alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,18 +221,15 @@ def _rated(
     decode: Layout,
     decodes: int,
 ) -> Plan:
-    gpu, text = GPUS[wish.gpu], spec.text
-    lane = max(1, -(-wish.users // (decodes * decode.data)))  # requests of one lane
-    sent = _exchanged(spec, lane, decode)
-    moved = decode.memory.text + _touched(spec, lane * decode.data, decode.memory.experts)
-    moved += lane * (
-        2 * slot_bytes(text, dtype, tensor=decode.tensor)
-        + wish.typical * page_bytes(text, dtype, page_tokens=1)
+    gpu = GPUS[wish.gpu]
+    rows = Rows(
+        lane=max(1, -(-wish.users // (decodes * decode.data))),
+        context=wish.typical,
+        tensor=decode.tensor,
+        data=decode.data,
+        expert=decode.expert,
     )
-    step = moved / gpu.copy / EFFICIENCY
-    if decode.tensor > 1:
-        step += 2 * text.num_layers * REDUCE_S
-    step += len(text.moe_layers) * (EXCHANGE_S + sent / gpu.network)
+    rates = Rates(copy=gpu.copy, flops=gpu.flops, network=gpu.network)
     rate = prefill.world * prefills * gpu.flops * PREFILL_SHARE / (2 * active_values(spec))
     return Plan(
         wish=wish,
@@ -242,9 +237,9 @@ def _rated(
         prefill_replicas=prefills,
         decode=decode,
         decode_replicas=decodes,
-        step_s=step,
+        step_s=sum(projected(spec, dtype, rows, rates).values()),
         prefill_rate=rate,
-        exchange_bytes=sent,
+        exchange_bytes=exchanged(spec, rows),
     )
 
 
@@ -253,21 +248,6 @@ def _score(found: Plan) -> tuple[float, float]:
     wish = found.wish
     decode = wish.users / found.step_s / wish.answer
     return min(decode, found.prefill_rate / max(1, wish.typical - wish.answer)), decode
-
-
-def _touched(spec: ModelSpec, rows: int, experts: int) -> int:
-    """Bytes of a rank's experts that some row of a step chose, choices being even."""
-    moe = spec.text.moe
-    missed = (1 - moe.top_k / moe.num_experts) ** rows
-    return round(experts * (1 - missed))
-
-
-def _exchanged(spec: ModelSpec, lane: int, decode: Layout) -> int:
-    """Bytes one rank sends in one layer: its rows to their experts, and outputs back."""
-    moe = spec.text.moe
-    width = (moe.latent or spec.text.hidden) * 2
-    rows = -(-lane // decode.tensor)  # the lane's rows are divided over its ranks
-    return 2 * rows * moe.top_k * width * (decode.expert - 1) // decode.expert
 
 
 def active_values(spec: ModelSpec) -> int:

@@ -30,6 +30,7 @@ class ModelSettings:
     dtype: str = "float32"  # of weights, latents and activations: float32 or bfloat16
     device: str = "cpu"
     ops: str = "auto"  # bodies of the ops: auto, reference (torch) or triton (refuses to mix)
+    exact: bool = False  # on a GPU: fixed tiles, so that no neighbour changes a bit; CPUs have them
     context: int = 0  # most tokens of prompt and answer; 0: what the checkpoint allows
 
     def __post_init__(self) -> None:
@@ -171,6 +172,7 @@ class DecodeSettings:
     slots: int = 32
     pages: int = 4096
     max_batch: int = 32  # most choices of one step
+    graphs: bool = True  # on a GPU: replay steps as CUDA graphs, captured at start
     # Of a replica of several ranks (docs/ranks.md); slots and pages are then a lane's.
     tensor: int = 1  # ranks of a lane that cut heads, vocabulary and widths
     data: int = 1  # lanes of such ranks, each with requests of its own

@@ -8,6 +8,7 @@ memory; slots and pages belong to the pools.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -44,3 +45,10 @@ class Memory:
     state: Tensor  # fp32 [slots, kda_layers, heads, V, K]
     conv: Tensor  # model dtype [slots, kda_layers, heads, taps - 1, 3 (q, k, v), head_dim]
     latent: Tensor  # model dtype [pages, mla_layers, 64, latent_width]
+
+
+class Forward(Protocol):
+    """What an engine needs of a model: passes, however they are run."""
+
+    def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
+        """fp32 logits [shares with want_logits, vocab]; valid until the next pass."""

@@ -30,7 +30,7 @@ class Residual(Protocol):
     def from_ffn(self, out: Tensor) -> None:
         """Take the feed-forward half's output."""
 
-    def result(self, rows: Tensor) -> Tensor:
+    def result(self, rows: Tensor | slice) -> Tensor:
         """The normed final states [len(rows), D] of some rows."""
 
     def prefix_after(self) -> Tensor:
@@ -64,7 +64,7 @@ class Stream:
         """See `Residual`."""
         self._sum = self._sum + out
 
-    def result(self, rows: Tensor) -> Tensor:
+    def result(self, rows: Tensor | slice) -> Tensor:
         """See `Residual`."""
         return self._norm(self._sum[rows], self._weights.norm, self._eps)
 
@@ -132,7 +132,7 @@ class Blocks:
         """See `Residual`; folded in by the next read."""
         self._pending = out
 
-    def result(self, rows: Tensor) -> Tensor:
+    def result(self, rows: Tensor | slice) -> Tensor:
         """See `Residual`."""
         out, _ = self._read(
             self._prefix[rows],

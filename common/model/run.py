@@ -90,8 +90,7 @@ def prepare(
         ValueError: a share is empty, off the grid, or owns too few pages; the kind is unknown.
     """
     shares = batch.shares
-    for share in shares:
-        _check(share, batch.kind)
+    check(batch)
     tables = _tables(shares, device)
     slots = torch.tensor([share.slot for share in shares], device=device)
     starts = torch.tensor([share.start for share in shares], device=device)
@@ -101,6 +100,8 @@ def prepare(
             unit = math.lcm(unit, team.mesh.tensor)
         rows = -(-len(shares) // unit) * unit
         steps = Steps(slots=slots, starts=starts, tables=tables)
+        if ops.plan_steps is not None:
+            ops.plan_steps(steps, [share.start for share in shares])
         tile = STEP_TILE if exact else None
         return Run(
             plan=steps,
@@ -145,6 +146,12 @@ def token_rows(batch: StepBatch) -> list[int]:
         rows.append(at)
         at += -(-len(share.token_ids) // CHUNK) * CHUNK
     return rows
+
+
+def check(batch: StepBatch) -> None:
+    """Refuse a batch that cannot be laid out; errors as of `prepare`."""
+    for share in batch.shares:
+        _check(share, batch.kind)
 
 
 def _check(share: Share, kind: str) -> None:

@@ -19,6 +19,7 @@ from common.model.batch import Memory, StepBatch
 from common.model.moe import activation_of, feed_forward, idle
 from common.model.residual import Blocks, Residual, Stream
 from common.model.run import Run, empty, prepare, token_rows
+from common.ops.plan import Steps
 from common.ops.rows import STEP_TILE
 from common.ops.table import REFERENCE, Ops
 from common.parallel.mesh import narrowed
@@ -57,7 +58,7 @@ class TextModel:
         """
         self.spec = spec if team is None else narrowed(spec, team.mesh)
         self.weights, self.team = weights, team
-        self._ops, self._exact, self._act = ops, exact, activation_of(spec)
+        self.ops, self._exact, self._act = ops, exact, activation_of(spec)
 
     def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
         """One pass.
@@ -95,14 +96,13 @@ class TextModel:
         run = prepare(
             batch,
             memory,
-            self._ops,
+            self.ops,
             exact=self._exact,
             device=self.weights.embed.device,
             team=self.team,
         )
-        self._reset(batch, memory)
-        kind = Stream if self.spec.residual_block is None else Blocks
-        residual: Residual = kind(self.weights, self.spec, self._ops, self._embed(batch, run))
+        reset(batch, memory)
+        residual = self._residual(self._embed(batch, run))
         real = _real_rows(batch) if layers else None
         states = []
         for layer in range(self.spec.num_layers):
@@ -115,6 +115,28 @@ class TextModel:
         return self._logits(batch, residual, run), features
 
     @torch.inference_mode()
+    def step(self, ids: Tensor, plan: Steps, memory: Memory, out: Tensor | None = None) -> Tensor:
+        """A pass of steps over tensors alone: nothing is read on the host, so a graph may hold it.
+
+        Args:
+            ids: int64 [B], one token a row.
+            plan: where the rows belong; rows may be padding.
+            memory: the pools' tensors; what the rows own is updated in place.
+            out: fp32 [B, vocab], to be filled.
+
+        Returns:
+            fp32 logits [B, vocab]; of padding they mean nothing.
+        """
+        assert self.team is None, "ranks of a group meet on the host between layers"
+        rows, tile = len(ids), STEP_TILE if self._exact else None
+        run = Run(plan=plan, memory=memory, ops=self.ops, tile=tile, rows=rows, real=rows)
+        residual = self._residual(self.weights.embed[ids])
+        for layer in range(self.spec.num_layers):
+            self._layer(layer, residual, run)
+        logits = self.ops.linear(residual.result(slice(None)), self.weights.head, tile)
+        return logits.float() if out is None else out.copy_(logits)
+
+    @torch.inference_mode()
     def idle(self, memory: Memory) -> None:
         """Take part in a pass of other lanes without a request of one's own.
 
@@ -123,11 +145,15 @@ class TextModel:
         if self.team is None or self.team.exchange is None:
             return
         spec = self.spec
-        run = empty(memory, self._ops, exact=self._exact, team=self.team)
+        run = empty(memory, self.ops, exact=self._exact, team=self.team)
         for ordinal, layer in enumerate(spec.moe_layers):
             ffn = self.weights.layers[layer].ffn
             assert isinstance(ffn, MoeWeights)
             idle(ordinal, ffn, spec.moe.latent or spec.hidden, spec, self._act, run)
+
+    def _residual(self, embedded: Tensor) -> Residual:
+        kind = Stream if self.spec.residual_block is None else Blocks
+        return kind(self.weights, self.spec, self.ops, embedded)
 
     def _layer(self, layer: int, residual: Residual, run: Run) -> None:
         spec, w = self.spec, self.weights.layers[layer]
@@ -140,13 +166,6 @@ class TextModel:
         ordinal = spec.moe_layers.index(layer) if isinstance(w.ffn, MoeWeights) else 0
         fed = feed_forward(residual.to_ffn(layer), w.ffn, spec, self._act, run, ordinal)
         residual.from_ffn(fed)
-
-    def _reset(self, batch: StepBatch, memory: Memory) -> None:
-        """Empty the slots of requests that begin."""
-        for share in batch.shares:
-            if share.start == 0:
-                memory.state[share.slot] = 0
-                memory.conv[share.slot] = 0
 
     def _embed(self, batch: StepBatch, run: Run) -> Tensor:
         """[rows, D], of them this rank's; image rows replaced, padding embedded as token 0."""
@@ -182,7 +201,7 @@ class TextModel:
         if not last:
             return torch.zeros(0, self.spec.vocab, device=head.device)
         final = _finished(residual, torch.tensor(last, device=head.device), run)
-        logits = self._ops.linear(final, head, STEP_TILE if self._exact else None).float()
+        logits = self.ops.linear(final, head, STEP_TILE if self._exact else None).float()
         if run.team is None:
             return logits
         return torch.cat(run.team.tensor.all_gather(logits), -1)[:, : self.spec.vocab]
@@ -197,6 +216,14 @@ def _finished(residual: Residual, rows: Tensor, run: Run) -> Tensor:
     own = (local >= 0) & (local < each)
     found = residual.result(local.clamp(0, each - 1))
     return run.team.tensor.all_reduce(torch.where(own.unsqueeze(1), found, 0))
+
+
+def reset(batch: StepBatch, memory: Memory) -> None:
+    """Empty the slots of requests that begin."""
+    for share in batch.shares:
+        if share.start == 0:
+            memory.state[share.slot] = 0
+            memory.conv[share.slot] = 0
 
 
 def _real_rows(batch: StepBatch) -> Tensor:

@@ -29,8 +29,20 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """A pass of one token for each of B shares."""
+    """A pass of one token for each of B shares.
+
+    A row whose slot and start are -1 is padding: it owns nothing, ops touch no memory for it, and
+    what they return for it is finite.
+    """
 
     slots: Tensor  # int64 [B]
     starts: Tensor  # int64 [B], tokens absorbed before this one
     tables: Tensor  # int64 [B, P], page numbers, -1 where a share owns none
+
+    def real(self) -> tuple[Tensor, Steps]:
+        """The numbers of the rows that are not padding, and their plan; waits for the device."""
+        rows = (self.slots >= 0).nonzero()[:, 0]
+        if len(rows) == len(self.slots):
+            return rows, self
+        plan = Steps(slots=self.slots[rows], starts=self.starts[rows], tables=self.tables[rows])
+        return rows, plan

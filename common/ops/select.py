@@ -23,6 +23,7 @@ from common.ops.table import REFERENCE, Ops
 
 SETTINGS = ("auto", "reference", "triton")
 HOPPER = (9, 0)
+UNTILED = ("residual_read",)  # refused only where the model has none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ def choose(
     quantization: str | None,
     dtype: torch.dtype,
     device: torch.device,
+    exact: bool = False,
 ) -> tuple[Ops, tuple[Choice, ...]]:
     """Bodies for a model on a device, and the table to print.
 
@@ -50,19 +52,31 @@ def choose(
         quantization: of the experts: "mxfp4" or another name, or None.
         dtype: of weights and activations.
         device: where the model runs.
+        exact: take only bodies whose bits for a row do not depend on the others.
 
     Raises:
         ConfigError: the setting is unknown.
-        BackendUnsupported: `triton` was asked for and cannot run here, or not with these shapes.
+        BackendUnsupported: `triton` was asked for and cannot run here, or not with these shapes; or
+            `exact`, and some op has no such body here.
     """
     if wanted not in SETTINGS:
         raise ConfigError(f"model.ops is {wanted!r}; use one of {', '.join(SETTINGS)}")
     names = [f.name for f in dataclasses.fields(Ops)]
     if wanted == "reference" or (wanted == "auto" and device.type == "cpu"):
+        if exact and device.type != "cpu":
+            raise BackendUnsupported(
+                "model.exact is on, but only Triton has fixed tiles on this device; set model.ops "
+                "to 'auto'"
+            )
         return REFERENCE, tuple(Choice(op=name, backend="reference") for name in names)
     if reason := _unusable(device):
         raise BackendUnsupported(f"model.ops is {wanted!r}, but {reason}; set it to 'reference'")
     refused = _refusals(spec, quantization, dtype)
+    if exact and (missing := {op: why for op, why in refused.items() if op not in UNTILED}):
+        told = "; ".join(f"{op}: {why}" for op, why in missing.items())
+        raise BackendUnsupported(
+            f"model.exact is on, but some ops have no body with fixed tiles ({told}); turn it off"
+        )
     if wanted == "triton" and refused:
         told = "; ".join(f"{op}: {why}" for op, why in refused.items())
         raise BackendUnsupported(
@@ -70,10 +84,10 @@ def choose(
         )
     bodies = {op: body for op, body in _triton().items() if op not in refused}
     table = {op: Choice(op=op, backend="triton") for op in bodies}
-    if wanted == "auto" and "mla_steps" in bodies:
-        bodies["mla_steps"], table["mla_steps"] = _attention(
-            bodies["mla_steps"], spec, dtype, device
-        )
+    if wanted == "auto" and "mla_steps" in bodies and not exact:
+        table["mla_steps"] = _attention(bodies, spec, dtype, device)
+        if "plan_steps" in bodies:
+            table["plan_steps"] = Choice(op="plan_steps", backend="flashinfer")
     lines = tuple(
         table.get(
             name, Choice(op=name, backend="reference", why=refused.get(name, "no other body"))
@@ -83,13 +97,30 @@ def choose(
     return dataclasses.replace(REFERENCE, **bodies), lines
 
 
+def uncapturable(ops: Ops) -> str | None:
+    """Why a step with these bodies cannot be captured, or None: the definitions ask the host."""
+    asking = [
+        name
+        for name in ("mla_steps", "write_steps", "kda_mix")
+        if getattr(ops, name) in (getattr(REFERENCE, name), None)
+    ]
+    if not asking:
+        return None
+    return f"{', '.join(asking)} run by their definitions, which ask the host"
+
+
+def takes_packed(ops: Ops) -> bool:
+    """Whether the experts' body reads them as the checkpoint packs them."""
+    return ops.experts is not REFERENCE.experts
+
+
 def check_experts(ops: Ops, stacks: Iterable[ExpertStack]) -> None:
     """Refuse loaded experts that the chosen body would misread; reads every scale once.
 
     Raises:
         BackendUnsupported: a stack is not what the body takes.
     """
-    if ops.experts is REFERENCE.experts:
+    if not takes_packed(ops):
         return
     from common.ops.moe.triton import unsupported
 
@@ -163,8 +194,8 @@ def _other_refusals(spec: TextSpec, quantization: str | None) -> dict[str, str]:
 
 
 _OPS = (
-    "rms_norm", "gated_rms_norm", "activate", "residual_read", "conv_chunks", "kda_chunks",
-    "kda_mix", "mla_steps", "mla_chunks", "route", "experts",
+    "linear", "write_steps", "rms_norm", "gated_rms_norm", "activate", "residual_read",
+    "conv_chunks", "kda_chunks", "kda_mix", "mla_steps", "mla_chunks", "route", "experts",
 )  # fmt: skip
 
 
@@ -180,18 +211,20 @@ def _triton() -> dict[str, Callable[..., Any]]:
     from common.ops.moe import triton as moe
     from common.ops.moe import triton_route
     from common.ops.norm import triton as norm
+    from common.ops.paging import triton as paging
+    from common.ops.rows import triton as rows
 
     bodies = (
-        norm.rms_norm, norm.gated_rms_norm, act.activate, attnres.read, conv.conv_chunks,
-        triton_chunk.chunks, kda.mix, mla.attend_steps, mla_chunk.attend_chunks,
-        triton_route.route, moe.experts,
+        rows.linear, paging.write_steps, norm.rms_norm, norm.gated_rms_norm, act.activate,
+        attnres.read, conv.conv_chunks, triton_chunk.chunks, kda.mix, mla.attend_steps,
+        mla_chunk.attend_chunks, triton_route.route, moe.experts,
     )  # fmt: skip
     return dict(zip(_OPS, bodies, strict=True))
 
 
 def _attention(
-    triton: Callable[..., Any], spec: TextSpec, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[..., Any], Choice]:
+    bodies: dict[str, Callable[..., Any]], spec: TextSpec, dtype: torch.dtype, device: torch.device
+) -> Choice:
     """FlashInfer where it is faster: measured, docs/benchmarks.md."""
     shapes = (spec.mla.kv_lora_rank, spec.mla.rope_dim, dtype)
     if torch.cuda.get_device_capability(device) != HOPPER:
@@ -203,8 +236,10 @@ def _attention(
     else:
         from common.ops.mla.flashinfer import FlashInferSteps
 
-        return FlashInferSteps(device), Choice(op="mla_steps", backend="flashinfer")
-    return triton, Choice(op="mla_steps", backend="triton", why=why)
+        body = FlashInferSteps(device, spec.mla, dtype)
+        bodies["mla_steps"], bodies["plan_steps"] = body, body.schedule
+        return Choice(op="mla_steps", backend="flashinfer")
+    return Choice(op="mla_steps", backend="triton", why=why)
 
 
 def _is_power(number: int) -> bool:

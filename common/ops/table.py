@@ -3,7 +3,8 @@
 The fields are the public functions of the families, which are their torch definitions; a faster
 body with the same signature and promises may stand in for any of them. `kda_mix` is the one op that
 is defined by others: convolution, gate, delta rule and gated norm, one after another, which is what
-the model does when there is no body for all of it. Nothing falls back here.
+the model does when there is no body for all of it. `plan_steps` is what a body of `mla_steps` wants
+to know on the host before a pass of steps. Nothing falls back here.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Ops:
     write_steps: Callable[..., None] = paging.write_steps
     mla_chunks: Callable[..., Tensor] = mla.attend_chunks
     mla_steps: Callable[..., Tensor] = mla.attend_steps
+    plan_steps: Callable[..., None] | None = None
     route: Callable[..., tuple[Tensor, Tensor]] = moe.route
     experts: Callable[..., Tensor] = moe.experts
 

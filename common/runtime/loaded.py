@@ -15,7 +15,7 @@ from common.config.settings import Settings
 from common.config.spec import ModelSpec
 from common.contract.regions import print_of
 from common.model.text import TextModel
-from common.ops.select import check_experts, choose, printed
+from common.ops.select import check_experts, choose, printed, takes_packed
 from common.weights import load_text as load_weights
 from common.weights import weight_identity
 from common.weights.tree import MoeWeights
@@ -78,7 +78,8 @@ def load_facts(settings: Settings) -> Facts:
 def load_text(settings: Settings) -> Loaded:
     """Read the text model's weights, with a progress bar, and choose the bodies of its ops.
 
-    On a CPU rows are multiplied in fixed tiles, so that a row's bits are its own.
+    On a CPU, and with `model.exact`, rows are multiplied in fixed tiles, so that a row's bits are
+    its own.
     """
     facts = load_facts(settings)
     ops, table = choose(
@@ -87,10 +88,17 @@ def load_text(settings: Settings) -> Loaded:
         quantization=facts.spec.quantization,
         dtype=facts.dtype,
         device=facts.device,
+        exact=settings.model.exact,
     )
     if facts.device.type != "cpu":
         logger.info("ops of the text model:\n%s", printed(table))
-    weights = load_weights(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device)
+    weights = load_weights(
+        facts.directory,
+        facts.spec,
+        dtype=facts.dtype,
+        device=facts.device,
+        packed=takes_packed(ops),
+    )
     check_experts(ops, (w.ffn.experts for w in weights.layers if isinstance(w.ffn, MoeWeights)))
     return Loaded(
         spec=facts.spec,
@@ -98,5 +106,10 @@ def load_text(settings: Settings) -> Loaded:
         device=facts.device,
         model_print=facts.model_print,
         layout_print=facts.layout_print,
-        model=TextModel(facts.spec.text, weights, ops=ops, exact=facts.device.type == "cpu"),
+        model=TextModel(facts.spec.text, weights, ops=ops, exact=is_exact(settings, facts.device)),
     )
+
+
+def is_exact(settings: Settings, device: torch.device) -> bool:
+    """Whether a row's bits are its own: always on a CPU."""
+    return settings.model.exact or device.type == "cpu"

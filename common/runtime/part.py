@@ -19,19 +19,19 @@ from common.config.geometry import ITEM_BYTES
 from common.config.ranks import RankMemory, rank_memory
 from common.config.settings import Settings
 from common.errors import ConfigError
-from common.ops.select import choose
+from common.ops.select import check_experts, choose, takes_packed
 from common.ops.table import Ops
 from common.parallel.collectives import open_axes
 from common.parallel.mesh import Mesh, narrowed
 from common.parallel.team import join
 from common.runtime.group import joining
 from common.runtime.grouped import GroupModel
-from common.runtime.loaded import Facts, Loaded, load_facts
+from common.runtime.loaded import Facts, Loaded, is_exact, load_facts
 from common.runtime.memory import Mirror, TextMemory
 from common.runtime.orders import Join, Order, layout_of
 from common.weights import load_text as load_weights
 from common.weights.shares import shard_of
-from common.weights.tree import TextWeights
+from common.weights.tree import MoeWeights, TextWeights
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -111,7 +111,7 @@ class Part:
             team=team,
             data=axes["data"],
             ops=self.ops,
-            exact=self.facts.device.type == "cpu",
+            exact=is_exact(self.plan.settings, self.facts.device),
             send=send,
         )
 
@@ -133,7 +133,7 @@ def first_word(plan: Plan, rank: int, *, secret: str) -> Join:
     """
     facts, mesh = load_facts(plan.settings), plan.mesh
     mesh.check(facts.spec.text)
-    wanted = planned_memory(facts, plan)
+    wanted = planned_memory(facts, plan, packed=takes_packed(chosen(facts, plan)))
     logger.info("memory of rank %d:\n%s", rank, "\n".join(wanted.lines()))
     wanted.check()
     return joining(
@@ -152,30 +152,45 @@ def first_word(plan: Plan, rank: int, *, secret: str) -> Join:
 
 def read_part(plan: Plan, rank: int) -> Part:
     """Read one rank's weights."""
-    settings = plan.settings
-    facts = load_facts(settings)
-    ops, _ = choose(
-        settings.model.ops,
-        facts.spec.text,
-        quantization=facts.spec.quantization,
+    facts = load_facts(plan.settings)
+    ops = chosen(facts, plan)
+    weights = load_weights(
+        facts.directory,
+        facts.spec,
         dtype=facts.dtype,
         device=facts.device,
+        packed=takes_packed(ops),
+        shard=shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare),
     )
-    shard = shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare)
-    weights = load_weights(
-        facts.directory, facts.spec, dtype=facts.dtype, device=facts.device, shard=shard
-    )
+    check_experts(ops, (w.ffn.experts for w in weights.layers if isinstance(w.ffn, MoeWeights)))
     return Part(facts=facts, plan=plan, rank=rank, ops=ops, weights=weights)
 
 
-def planned_memory(facts: Facts, plan: Plan) -> RankMemory:
-    """What the fullest rank will hold, against what its device has."""
+def chosen(facts: Facts, plan: Plan) -> Ops:
+    """The bodies of a rank's ops."""
+    return choose(
+        plan.settings.model.ops,
+        narrowed(facts.spec.text, plan.mesh),
+        quantization=facts.spec.quantization,
+        dtype=facts.dtype,
+        device=facts.device,
+        exact=plan.settings.model.exact,
+    )[0]
+
+
+def planned_memory(
+    facts: Facts, plan: Plan, *, packed: bool = False, reserve: int = 0
+) -> RankMemory:
+    """What the fullest rank will hold, against what its device has.
+
+    `packed`: experts stay as the checkpoint packs them; else they become values. `reserve` is kept
+    for steps and graphs.
+    """
     dtype, mesh = plan.settings.model.dtype, plan.mesh
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(ITEM_BYTES)}")
-    unpacked = dataclasses.replace(facts.spec, quantization=None)  # experts become values
     return rank_memory(
-        unpacked,
+        facts.spec if packed else dataclasses.replace(facts.spec, quantization=None),
         dtype,
         tensor=mesh.tensor,
         data=mesh.data,
@@ -185,6 +200,7 @@ def planned_memory(facts: Facts, plan: Plan) -> RankMemory:
         landing=plan.moves,
         slots=plan.slots,
         pages=plan.pages,
+        reserve=reserve,
         available=device_memory(facts.device),
     )
 

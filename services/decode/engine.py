@@ -32,8 +32,7 @@ from common.errors import (
     RoomLost,
     ServingError,
 )
-from common.model.batch import StepBatch
-from common.model.text import TextModel
+from common.model.batch import Forward, StepBatch
 from common.observe.logs import request_id
 from common.observe.metrics import Tally
 from common.runtime.loop import EngineLoop, promise
@@ -56,7 +55,7 @@ class DecodeEngine:
 
     def __init__(
         self,
-        model: TextModel,
+        model: Forward,
         memory: TextMemory,
         intake: Intake,
         threads: Executor,

@@ -14,8 +14,7 @@ from common.config.spec import CHUNK
 from common.contract.finish import finish_of
 from common.contract.messages import DecodeJob
 from common.grammar.library import Matcher
-from common.model.batch import Share, StepBatch
-from common.model.text import TextModel
+from common.model.batch import Forward, Share, StepBatch
 from common.runtime.memory import TextMemory
 from services.decode.held import Choice, Held
 
@@ -63,7 +62,7 @@ def _placed(start: Matcher | None, tokens: Sequence[int]) -> Matcher | None:
     return matcher
 
 
-def canary_difference(held: Held, job: DecodeJob, model: TextModel, memory: TextMemory) -> float:
+def canary_difference(held: Held, job: DecodeJob, model: Forward, memory: TextMemory) -> float:
     """Compute the last prompt token again from the state before it; how far the logits differ.
 
     Returns:

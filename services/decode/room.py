@@ -23,6 +23,7 @@ from common.contract.messages import (
     TokenFrame,
 )
 from common.errors import CapacityError
+from common.runtime.graphs import check_memory, graphed
 from common.runtime.leading import Starter
 from common.runtime.moving import Moving
 from common.runtime.text_room import TextRoom
@@ -47,8 +48,9 @@ class DecodeRoom(TextRoom):
     ) -> None:
         """Load the model and register the pools; takes seconds.
 
-        `starter` and `host` are those of `TextRoom`.
+        `starter` and `host` are those of `TextRoom`. On a GPU steps are captured here.
         """
+        check_memory(settings)
         super().__init__(
             "decode", settings, secret=secret, replica=replica, starter=starter, host=host
         )
@@ -62,7 +64,7 @@ class DecodeRoom(TextRoom):
             claim=self.claim,
         )
         self.engine = DecodeEngine(
-            self.loaded.model,
+            loaded.model if self.leading else graphed(loaded.model, self.memory, settings.decode),
             self.memory,
             self.intake,
             self.threads,

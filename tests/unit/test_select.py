@@ -23,13 +23,16 @@ def spec() -> ModelSpec:
     return load_spec(NANO)
 
 
-def choose(spec: ModelSpec, wanted: str, device: str) -> tuple[Ops, tuple[select.Choice, ...]]:
+def choose(
+    spec: ModelSpec, wanted: str, device: str, exact: bool = False
+) -> tuple[Ops, tuple[select.Choice, ...]]:
     return select.choose(
         wanted,
         spec.text,
         quantization=spec.quantization,
         dtype=torch.float32,
         device=torch.device(device),
+        exact=exact,
     )
 
 
@@ -73,3 +76,26 @@ def test_the_printed_table_gives_the_reason_for_every_op_left_to_torch() -> None
         "rms_norm  triton",
         "experts   reference   the experts are not packed",
     ]
+
+
+def test_exact_on_a_device_refuses_definitions_and_says_which_op_has_no_fixed_tiles(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(BackendUnsupported, match=r"set model.ops to 'auto'"):
+        choose(spec, "reference", "cuda", exact=True)
+    monkeypatch.setattr(select, "_unusable", lambda device: None)
+    with pytest.raises(BackendUnsupported, match=r"experts of 128 x 96.*turn it off"):
+        choose(spec, "auto", "cuda", exact=True)
+    assert choose(spec, "auto", "cpu", exact=True)[0] is REFERENCE
+
+
+def test_only_bodies_that_ask_nothing_of_the_host_can_be_captured() -> None:
+    why = select.uncapturable(REFERENCE)
+    assert why is not None and "mla_steps, write_steps, kda_mix run by their definitions" in why
+
+    def body() -> None: ...
+
+    ops = dataclasses.replace(REFERENCE, mla_steps=body, write_steps=body, kda_mix=body)
+    assert select.uncapturable(ops) is None
+    assert not select.takes_packed(ops)
+    assert select.takes_packed(dataclasses.replace(ops, experts=body))

@@ -26,6 +26,11 @@ def conv_chunks(raw: Tensor, weight: Tensor, pool: Tensor, layer: int, plan: Chu
 
 def conv_steps(raw: Tensor, weight: Tensor, pool: Tensor, layer: int, plan: Steps) -> Tensor:
     """See `common.ops.conv.conv_steps`."""
+    rows, real = plan.real()
+    if real is not plan:
+        out = torch.zeros_like(raw, memory_format=torch.contiguous_format)
+        out[rows] = conv_steps(raw[rows], weight, pool, layer, real)
+        return out
     window = pool[plan.slots, layer].permute(0, 2, 3, 1, 4)  # [B, taps - 1, 3, H, D]
     padded = torch.cat([window, raw.unsqueeze(1)], 1)
     pool[plan.slots, layer] = padded[:, 1:].permute(0, 3, 1, 2, 4)

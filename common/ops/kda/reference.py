@@ -116,6 +116,11 @@ def steps(
     plan: Steps,
 ) -> Tensor:
     """See `common.ops.kda.steps`."""
+    rows, real = plan.real()
+    if real is not plan:
+        out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        out[rows] = steps(q[rows], k[rows], v[rows], g[rows], beta[rows], state, layer, real)
+        return out
     q, k = normalise(q) * q.shape[-1] ** -0.5, normalise(k)
     s, out = recurrence(q, k, v.float(), g, beta, state[plan.slots, layer])
     state[plan.slots, layer] = s

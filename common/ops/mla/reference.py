@@ -52,8 +52,10 @@ def attend_steps(
     rank = kv_b.shape[2]
     nope = q.shape[2] - pages.shape[3] + rank
     absorbed = torch.cat([heads(q[..., :nope], kv_b[:, :nope], tile), q[..., nope:]], -1)
-    latents = q.new_empty(*q.shape[:2], rank)
+    latents = q.new_zeros(*q.shape[:2], rank)
     for share, (start, table) in enumerate(zip(plan.starts.tolist(), plan.tables, strict=True)):
+        if start < 0:
+            continue  # padding
         entries = _entries(pages, layer, table[: start // pages.shape[2] + 1], start + 1)
         score = (absorbed[share] @ entries.t()).float() * scale  # [H, tokens]
         score[:, start + 1 :] = -torch.inf

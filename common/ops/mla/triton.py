@@ -2,7 +2,8 @@
 
 Every program takes one group of heads over one part of a share's pages; a second launch joins the
 parts. The latent is key and value at once, so a page is read once for each group of heads. Page
-offsets are 64-bit. Entries at and beyond a share's length are masked, whatever they hold.
+offsets are 64-bit. Entries at and beyond a share's length are masked, whatever they hold. Padding
+has the length 0 and gets zeros.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from common.ops.plan import Steps
-from common.ops.rows.reference import heads as rows_of_heads
+from common.ops.rows.triton import heads as rows_of_heads
 
+FIXED_PARTS, FIXED_PAGES = 32, 16  # of a share where its bits must not depend on its neighbours
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -22,16 +24,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def mla_part_kernel(
     q_ptr, page_ptr, page_stride, table_ptr, table_row, start_ptr, part_ptr, mass_ptr, scale,
     H: tl.constexpr, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr, BH: tl.constexpr,
-    PARTS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, CUTS: tl.constexpr, LEAST: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups of heads, parts, shares)."""
+    """Grid: (groups of heads, parts, shares); a part is a share's pages over CUTS, or LEAST."""
     share = tl.program_id(2).to(tl.int64)
     part = tl.program_id(1)
     head = tl.program_id(0) * BH + tl.arange(0, BH)
     known = head < H
     length = tl.load(start_ptr + share) + 1
     pages = tl.cdiv(length, T)
-    each = tl.cdiv(pages, PARTS)
+    each = tl.maximum(tl.cdiv(pages, CUTS), LEAST)
     begin = part * each
     end = tl.minimum(begin + each, pages)
     rank = tl.arange(0, R)
@@ -64,7 +67,8 @@ def mla_part_kernel(
     total = tl.where(mass > 0, best + tl.log2(mass), float("-inf"))
     tl.store(mass_ptr + place, total, mask=known)
     acc = acc / tl.where(mass > 0, mass, 1.0)[:, None]
-    tl.store(part_ptr + place[:, None] * R + rank[None, :], acc, mask=known[:, None])
+    if begin < end:
+        tl.store(part_ptr + place[:, None] * R + rank[None, :], acc, mask=known[:, None])
 
 
 @triton.jit
@@ -78,14 +82,17 @@ def mla_join_kernel(
     best = float("-inf")
     for part in tl.static_range(PARTS):
         best = tl.maximum(best, tl.load(mass_ptr + (share * PARTS + part) * H + head))
+    best = tl.where(best == float("-inf"), 0.0, best)  # of padding, which has no part
     total = 0.0
     acc = tl.zeros([R], tl.float32)
     for part in tl.static_range(PARTS):
         place = (share * PARTS + part) * H + head
         weight = tl.exp2(tl.load(mass_ptr + place) - best)
         total += weight
-        acc += weight * tl.load(part_ptr + place * R + rank)
-    tl.store(out_ptr + (share * H + head) * R + rank, (acc / total).to(out_ptr.dtype.element_ty))
+        live = rank < tl.where(weight != 0, R, 0)  # an empty part was not written
+        acc += weight * tl.load(part_ptr + place * R + rank, mask=live, other=0.0)
+    acc = acc / tl.where(total != 0, total, 1.0)
+    tl.store(out_ptr + (share * H + head) * R + rank, acc.to(out_ptr.dtype.element_ty))
 
 
 def attend_steps(
@@ -95,14 +102,14 @@ def attend_steps(
     rank = kv_b.shape[2]
     nope = q.shape[2] - pages.shape[3] + rank
     absorbed = torch.cat([rows_of_heads(q[..., :nope], kv_b[:, :nope], tile), q[..., nope:]], -1)
-    latents = attend_latents(absorbed, pages[:, layer], rank, scale, plan)
+    latents = attend_latents(absorbed, pages[:, layer], rank, scale, plan, fixed=tile is not None)
     return rows_of_heads(latents, kv_b[:, nope:].transpose(1, 2), tile)
 
 
 def attend_latents(
     q: Tensor, pages: Tensor, rank: int, scale: float, plan: Steps, *, group: int | None = None,
     parts: int | None = None, stages: int = 2, num_warps: int | None = None,
-    precision: str | None = None,
+    precision: str | None = None, fixed: bool = False,
 ) -> Tensor:  # fmt: skip
     """The attention itself.
 
@@ -112,6 +119,7 @@ def attend_latents(
         rank: values of a latent.
         scale: of the scores.
         plan: where the rows belong.
+        fixed: let a share's own length alone decide how it is divided.
 
     Returns:
         Weighted latents [B, H, rank], dtype of q.
@@ -121,7 +129,11 @@ def attend_latents(
     group = group or (16 if num_heads <= 16 else 64)
     warps = num_warps or (8 if group == 64 else 4)
     groups = triton.cdiv(num_heads, group)
-    if parts is None:
+    cuts, least = 0, 1
+    if fixed:
+        cuts, least = FIXED_PARTS, FIXED_PAGES
+        parts = max(1, min(cuts, triton.cdiv(plan.tables.shape[1], least)))
+    elif parts is None:
         parts = max(1, min(64, plan.tables.shape[1], 264 // max(1, batch * groups)))
     out = torch.empty((batch, num_heads, rank), dtype=q.dtype, device=q.device)
     if not batch:
@@ -131,8 +143,8 @@ def attend_latents(
     mla_part_kernel[(groups, parts, batch)](
         q, pages, pages.stride(0), plan.tables, plan.tables.stride(0), plan.starts, part, mass,
         scale,
-        H=num_heads, R=rank, P=width - rank, T=pages.shape[1], BH=group, PARTS=parts, STAGES=stages,
-        PRECISION=precision, num_warps=warps,
+        H=num_heads, R=rank, P=width - rank, T=pages.shape[1], BH=group, PARTS=parts,
+        CUTS=cuts or parts, LEAST=least, STAGES=stages, PRECISION=precision, num_warps=warps,
     )  # fmt: skip
     mla_join_kernel[(num_heads, batch)](part, mass, out, H=num_heads, R=rank, PARTS=parts)
     return out

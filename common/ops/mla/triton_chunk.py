@@ -11,10 +11,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 
 from common.ops.plan import Chunks
-from common.ops.rows.reference import linear
+from common.ops.rows.triton import linear
 
 LOG2E = tl.constexpr(1.4426950408889634)
 ROWS = 64  # tokens of a chunk, and of a page
@@ -102,10 +101,7 @@ def attend_chunks(
     chunks, rows, heads, width = q.shape
     rank, rope = kv_b.shape[2], pages.shape[3] - kv_b.shape[2]
     entries = pages[plan.tables.clamp(min=0).flatten(), layer].flatten(0, 1)  # [S * P * 64, W]
-    if tile is None:
-        wide = functional.linear(entries[:, :rank], kv_b.flatten(0, 1))
-    else:
-        wide = linear(entries[:, :rank], kv_b.flatten(0, 1), tile)
+    wide = linear(entries[:, :rank], kv_b.flatten(0, 1), tile)
     nope, value = width - rope, kv_b.shape[1] - width + rope
     q = q.contiguous()
     out = torch.empty((chunks, rows, heads, value), dtype=q.dtype, device=q.device)

@@ -53,7 +53,7 @@ def experts(
     """See `common.ops.moe.experts`."""
     chosen = x.new_empty(*ids.shape, stack.w2.shape[1])  # [N, k, Z]
     few = stack.w13_scale is None and stack.num_experts <= 8 * ids.shape[1]
-    if few and (tile or len(x)) <= STEP_TILE:
+    if few and (x.is_cuda or (tile or len(x)) <= STEP_TILE):  # on a device without asking the host
         _all(x, ids, stack, activation, tile, chosen)
     else:
         _some(x, ids, stack, activation, tile and STEP_TILE, chosen)

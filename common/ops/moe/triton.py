@@ -20,7 +20,11 @@ from common.errors import BackendUnsupported
 from common.ops.act import Activation
 from common.ops.act.triton import situ
 from common.ops.moe.stack import ExpertStack
+from common.ops.moe.triton_group import MOST, group_few
 from common.ops.quant.triton import GROUP, KINDS, LARGEST_SCALE, weights_tile
+from common.ops.rows import STEP_TILE
+
+FIXED_LOAD = 64  # rows of an expert that a prompt's fixed tiles are made for
 
 
 @triton.jit
@@ -185,11 +189,13 @@ def experts(
     x: Tensor, ids: Tensor, weights: Tensor, stack: ExpertStack, activation: Activation,
     tile: int | None, *, tiles: tuple[Tiling, Tiling] | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `common.ops.moe.experts`; `tile` has no meaning here."""
+    """See `common.ops.moe.experts`; with a `tile` the tiles do not depend on the rows."""
     width = stack.w2.shape[1]
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
     if not x.shape[0]:
         return out
+    if tile is not None:
+        tiles = tiles or tilings(1 if tile <= STEP_TILE else FIXED_LOAD)
     chosen = products(x, ids, stack, activation, tiles=tiles)()
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(x.shape[0], triton.cdiv(width, block))](
@@ -212,7 +218,8 @@ def products(
     width, inner, count = stack.w2.shape[1], stack.w2.shape[2] * 2, stack.num_experts
     up, down = tiles or tilings(ids.numel() / count)
     up, down = fitted(up, 2 * inner, width), fitted(down, width, inner)
-    source, expert, begin, offsets = group(ids, count, up.rows)
+    sort = group_few if ids.numel() <= MOST else group
+    source, expert, begin, offsets = sort(ids, count, up.rows)
     hidden = torch.empty((ids.numel(), inner), dtype=x.dtype, device=x.device)
     chosen = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
     w13, w2, kind = stack.w13.view(torch.int32), stack.w2.view(torch.int32), KINDS[x.dtype]

@@ -21,7 +21,8 @@ def route_kernel(
     live = at < E
     score = tl.sigmoid(tl.load(logit_ptr + row * logit_row + at, mask=live, other=0.0))
     left = score + tl.load(bias_ptr + at, mask=live, other=0.0)
-    left = tl.where(live, left, float("-inf"))
+    # What is no number must not leave ids unwritten: such a row chooses the first experts.
+    left = tl.where(live & (left == left), left, float("-inf"))
     chosen = tl.zeros([BLOCK], tl.int1)
     for _ in tl.static_range(TOP):
         best = tl.max(left, 0)

@@ -19,6 +19,7 @@ def write_chunks(latent: Tensor, pages: Tensor, layer: int, plan: Chunks) -> Non
 
 def write_steps(latent: Tensor, pages: Tensor, layer: int, plan: Steps) -> None:
     """See `common.ops.paging.write_steps`."""
+    rows, plan = plan.real()
     tokens = pages.shape[2]
     page = plan.tables.gather(1, (plan.starts // tokens).unsqueeze(1)).squeeze(1)
-    pages[page, layer, plan.starts % tokens] = latent
+    pages[page, layer, plan.starts % tokens] = latent[rows]

@@ -1,0 +1,116 @@
+"""Matrix products in fixed tiles: a row's bits depend on that row and the weights alone.
+
+The number of rows changes only how many programs there are: a program always takes the same count
+of rows (absent ones are zeros) and walks down the inputs in the same steps; the weights' shape says
+how many programs share the inputs of one output. Partial sums are added in one order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+WIDE = 64  # rows from which on a pass is a prompt's: larger tiles, no parts
+ENOUGH = 200  # programs that keep a device busy
+MOST_PARTS = 8
+
+
+@triton.jit
+def rows_kernel(
+    x_ptr, x_row, x_batch, w_ptr, w_out, w_in, w_batch, out_ptr, out_part, out_row, out_batch,
+    rows, outputs, inputs, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows / BM, outputs / BN * PARTS, batches)."""
+    batch = tl.program_id(2).to(tl.int64)
+    part = tl.program_id(1) % PARTS
+    row = tl.program_id(0) * BM + tl.arange(0, BM)
+    out = (tl.program_id(1) // PARTS) * BN + tl.arange(0, BN)
+    known, live = out < outputs, row < rows
+    k = tl.arange(0, BK)
+    x_at = x_ptr + batch * x_batch + row.to(tl.int64)[:, None] * x_row + k[None, :]
+    w_at = w_ptr + batch * w_batch + out.to(tl.int64)[:, None] * w_out + k[None, :] * w_in
+    steps = tl.cdiv(inputs, BK)
+    each = tl.cdiv(steps, PARTS)
+    acc = tl.zeros([BN, BM], tl.float32)
+    for step in tl.range(part * each, tl.minimum(part * each + each, steps), num_stages=STAGES):
+        at = step * BK
+        if EVEN:
+            w = tl.load(w_at + at.to(tl.int64) * w_in, mask=known[:, None], other=0.0)
+            x = tl.load(x_at + at, mask=live[:, None], other=0.0)
+        else:
+            inside = (at + k < inputs)[None, :]
+            w = tl.load(w_at + at.to(tl.int64) * w_in, mask=known[:, None] & inside, other=0.0)
+            x = tl.load(x_at + at, mask=live[:, None] & inside, other=0.0)
+        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    place = out_ptr + part.to(tl.int64) * out_part + batch * out_batch
+    place = place + row.to(tl.int64)[None, :] * out_row + out[:, None]
+    tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=known[:, None] & live[None, :])
+
+
+@triton.jit
+def sum_kernel(part_ptr, stride, out_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: count / BLOCK; parts are added in their order."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(part_ptr + at, mask=at < count, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(part_ptr + part * stride + at, mask=at < count, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < count)
+
+
+def linear(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
+    """See `common.ops.rows.linear`; without a tile the library multiplies."""
+    if tile is None:
+        return functional.linear(x, weight)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(x.unsqueeze(1), weight.t().unsqueeze(0), tile, out.unsqueeze(1))
+    return out
+
+
+def heads(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
+    """See `common.ops.rows.heads`; without a tile the library multiplies."""
+    if tile is None:
+        return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+    shape = (x.shape[0], weight.shape[0], weight.shape[2])
+    return _multiply(x, weight, tile, torch.empty(shape, dtype=x.dtype, device=x.device))
+
+
+def parts_of(outputs: int, inputs: int, batches: int) -> int:
+    """Programs that share the inputs of one output, by the weights' shape alone."""
+    parts, tiles = 1, triton.cdiv(outputs, 64) * batches
+    while parts < MOST_PARTS and tiles * parts < ENOUGH and inputs >= 1024 * parts:
+        parts *= 2
+    return parts
+
+
+def _multiply(x: Tensor, weight: Tensor, tile: int, out: Tensor) -> Tensor:
+    """x [N, H, K], weight [H, K, O] of any strides -> out [N, H, O], contiguous."""
+    rows, batches, inputs = x.shape
+    outputs = weight.shape[2]
+    if not rows:
+        return out
+    x = x if x.stride(2) == 1 else x.contiguous()
+    half = x.dtype == torch.bfloat16
+    wide = tile >= WIDE
+    across, depth = (128 if wide and half else 64), (64 if wide or not half else 128)
+    depth = depth if half else 32
+    parts = 1 if wide else parts_of(outputs, inputs, batches)
+    target = out
+    if parts > 1:
+        target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
+    grid = (triton.cdiv(rows, across), triton.cdiv(outputs, across) * parts, batches)
+    rows_kernel[grid](
+        x, x.stride(0), x.stride(1), weight, weight.stride(2), weight.stride(1), weight.stride(0),
+        target, out.numel(), out.stride(0), out.stride(1), rows, outputs, inputs,
+        PARTS=parts, BM=across, BN=across, BK=depth, EVEN=inputs % depth == 0,
+        STAGES=4 if half else 3, PRECISION="tf32" if half else "tf32x3",
+        num_warps=8 if across == 128 else 4,
+    )  # fmt: skip
+    if parts > 1:
+        sum_kernel[(triton.cdiv(out.numel(), 1024),)](
+            target, out.numel(), out, out.numel(), PARTS=parts, BLOCK=1024
+        )
+    return out

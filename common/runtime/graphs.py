@@ -1,0 +1,257 @@
+"""GraphedModel: decode steps as captured CUDA graphs, one for each bucket of batch sizes.
+
+A step's tokens, slots, starts and page tables are written into tensors that stay where they are;
+the graph of the smallest bucket that holds the batch is replayed over them. Rows that fill a bucket
+up are padding (`common.ops.plan.Steps`): they own no slot and no page, so capturing and padding
+touch nobody's memory. To an engine it is a model like any other; passes over chunks run as before.
+On another device the same path runs without graphs, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import accumulate, repeat, takewhile
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from common.cache.mla_pool import pages_of
+from common.config.geometry import step_bytes
+from common.config.settings import DecodeSettings, Settings
+from common.config.spec import TextSpec
+from common.model.batch import Forward, Memory, Share, StepBatch
+from common.model.run import check
+from common.model.text import TextModel, reset
+from common.ops.plan import Steps
+from common.ops.select import takes_packed, uncapturable
+from common.runtime.loaded import load_facts
+from common.runtime.memory import TextMemory
+from common.runtime.part import Plan, chosen, planned_memory
+
+logger = logging.getLogger(__name__)
+LIBRARY_BYTES = 1 << 29  # workspaces of matrix products and attention
+LAYER_BYTES = 1 << 20  # of one graph's nodes, a layer
+WARM = 2  # passes before a capture: kernels are compiled and libraries set up
+Call = Callable[[], object]
+
+
+class Recorder(Protocol):
+    """Turns work on fixed tensors into something that does it again."""
+
+    def record(self, work: Call) -> Call:
+        """`work` may run any number of times meanwhile."""
+
+
+class Eager:
+    """Runs the work itself each time."""
+
+    def record(self, work: Call) -> Call:
+        """See `Recorder`."""
+        work()
+        return work
+
+
+class Cuda:
+    """Captures the work; all graphs share one pool of memory, since one runs at a time."""
+
+    def __init__(self) -> None:
+        """Begin with an empty pool."""
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Call) -> Call:
+        """See `Recorder`."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM):
+                work()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may ask the device things meanwhile: the transfer agent's does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
+
+
+def buckets(most: int) -> tuple[int, ...]:
+    """Batch sizes to capture: powers of two to 8, then at most an eighth to a half apart.
+
+    The last is `most`; a larger batch never comes.
+    """
+    steps = accumulate(repeat(None), lambda size, _: size + _gap(size), initial=1)
+    return (*takewhile(lambda size: size < most, steps), most)
+
+
+def _gap(size: int) -> int:
+    if size < 8:
+        return size
+    return max(8, 1 << (size.bit_length() - 3))
+
+
+class GraphedModel:
+    """A model whose steps are replayed."""
+
+    def __init__(
+        self,
+        model: TextModel,
+        memory: Memory,
+        *,
+        most: int,
+        width: int,
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Record every bucket, the largest first.
+
+        Args:
+            model: without a team.
+            memory: the pools that every step will be over.
+            most: rows of the largest step.
+            width: most pages of one share.
+            recorder: `Cuda` by default.
+        """
+        self._model, self._memory, self._width = model, memory, width
+        device, kind = model.weights.embed.device, torch.int64
+        self._rows = torch.full((3, most), -1, dtype=kind, device=device)  # ids, slots, starts
+        self._tables = torch.full((most, width), -1, dtype=kind, device=device)
+        self._owned: list[tuple[int, ...]] = [()] * most  # what the tables say
+        self._logits = torch.empty(most, model.spec.vocab, device=device)
+        self._write((), most)
+        self._plans = {size: self._plan(size) for size in buckets(most)}
+        recorder = recorder or Cuda()
+        self._replays = {
+            size: recorder.record(self._work(size, plan))
+            for size, plan in reversed(self._plans.items())
+        }
+
+    def _plan(self, size: int) -> Steps:
+        _, slots, starts = self._rows[:, :size]
+        plan = Steps(slots=slots, starts=starts, tables=self._tables[:size])
+        self._schedule(plan, [-1] * size)
+        return plan
+
+    def _schedule(self, plan: Steps, starts: Sequence[int]) -> None:
+        if self._model.ops.plan_steps is not None:
+            self._model.ops.plan_steps(plan, starts, stays=True)
+
+    def _work(self, size: int, plan: Steps) -> Call:
+        ids = self._rows[0, :size]
+
+        def work() -> None:
+            self._model.step(ids, plan, self._memory, self._logits[:size])
+
+        return work
+
+    def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
+        """See `TextModel.forward`; logits of steps are valid until the next pass.
+
+        Raises:
+            ValueError: also for a step of more rows or pages than were recorded, of image rows, or
+                over other memory.
+        """
+        if batch.kind != "steps":
+            return self._model.forward(batch, memory)
+        self._check(batch, memory)
+        count = len(batch.shares)
+        size = next(size for size in self._plans if size >= count)
+        reset(batch, memory)
+        self._write(batch.shares, size)
+        starts = [share.start for share in batch.shares]
+        self._schedule(self._plans[size], starts + [-1] * (size - count))
+        with torch.inference_mode():
+            self._replays[size]()
+        wanted = [row for row, share in enumerate(batch.shares) if share.want_logits]
+        if len(wanted) == count:
+            return self._logits[:count]
+        return self._logits[torch.tensor(wanted, dtype=torch.int64, device=self._logits.device)]
+
+    def _check(self, batch: StepBatch, memory: Memory) -> None:
+        check(batch)
+        most, longest = len(self._owned), max(len(share.pages) for share in batch.shares)
+        if len(batch.shares) > most or longest > self._width:
+            raise ValueError(
+                f"a step of {len(batch.shares)} rows of up to {longest} pages; graphs were made "
+                f"for {most} rows of {self._width} pages"
+            )
+        if memory is not self._memory:
+            raise ValueError("a step is over other memory than its graph")
+        if any(share.embeds is not None for share in batch.shares):
+            raise ValueError("a share of a step brings image rows; a step has token ids alone")
+
+    def _write(self, shares: Sequence[Share], size: int) -> None:
+        """Fill the first `size` rows: shares, then padding."""
+        rest = size - len(shares)
+        rows = [
+            [share.token_ids[0] for share in shares] + [0] * rest,
+            [share.slot for share in shares] + [-1] * rest,
+            [share.start for share in shares] + [-1] * rest,
+        ]
+        self._rows[:, :size].copy_(torch.tensor(rows))
+        owned = [share.pages for share in shares]
+        changed = [
+            row
+            for row, pages in enumerate(owned)
+            if pages is not self._owned[row] and pages != self._owned[row]
+        ]
+        if changed:
+            widest = max(len(owned[row]) for row in changed)
+            table = [[*owned[row], *[-1] * (widest - len(owned[row]))] for row in changed]
+            index = torch.tensor(changed, device=self._tables.device)
+            self._tables[index, :widest] = torch.tensor(table, device=self._tables.device)
+            for row in changed:
+                self._owned[row] = owned[row]
+
+
+def graph_bytes(text: TextSpec, dtype: str, decode: DecodeSettings) -> int:
+    """What steps and their graphs will take of a device, rounded up."""
+    most = decode.max_batch
+    tables = 2 * 8 * most * width_of(text, decode.pages)
+    nodes = len(buckets(most)) * text.num_layers * LAYER_BYTES
+    return LIBRARY_BYTES + step_bytes(text, dtype, most) + tables + nodes
+
+
+def width_of(text: TextSpec, pages: int) -> int:
+    """Most pages of one share."""
+    return min(pages, pages_of(text.max_position))
+
+
+def graphed(model: TextModel, memory: TextMemory, decode: DecodeSettings) -> Forward:
+    """The model, with its steps captured where they can be; what cannot is told."""
+    device = model.weights.embed.device
+    if device.type != "cuda" or not decode.graphs:
+        return model
+    if why := uncapturable(model.ops):
+        logger.warning("steps run without CUDA graphs: %s", why)
+        return model
+    began, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
+    width = width_of(model.spec, memory.pages.total)
+    with torch.cuda.device(device):
+        made = GraphedModel(model, memory.tensors, most=decode.max_batch, width=width)
+    logger.info(
+        "captured steps of up to %d rows in %.1f s; with their graphs they hold %.2f GiB",
+        decode.max_batch,
+        time.monotonic() - began,
+        (free - torch.cuda.mem_get_info(device)[0]) / (1 << 30),
+    )
+    return made
+
+
+def check_memory(settings: Settings) -> None:
+    """Plan the memory of a decode replica of one GPU, graphs counted, and judge it.
+
+    Raises:
+        ConfigError: the device has less.
+    """
+    plan = Plan.of(settings, "decode")
+    if plan.mesh.world > 1 or settings.model.device == "cpu":
+        return  # each rank of a group plans its own; a host's memory is shared by all rooms
+    facts, kept = load_facts(settings), 0
+    if settings.decode.graphs:
+        kept = graph_bytes(facts.spec.text, settings.model.dtype, settings.decode)
+    packed = takes_packed(chosen(facts, plan))
+    wanted = planned_memory(facts, plan, packed=packed, reserve=kept)
+    logger.info("memory of the replica:\n%s", "\n".join(wanted.lines()))
+    wanted.check()
