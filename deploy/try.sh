@@ -35,6 +35,7 @@ finish() {
   if [ "$status" = 0 ] || [ ! -e "$work/ray" ]; then
     rm -rf "$work"
   else
+    rm -rf "$work/venv"
     echo "logs: $work/ray/session_latest/logs"
   fi
   exit "$status"

@@ -127,8 +127,10 @@ async def test_the_page_lives(tmp_path):
 @needs_browser
 async def test_a_house_without_rooms_is_shown_as_such(tmp_path):
     async with site(ready=False, encoder=0, prefill=0, decode=0) as here, browser(tmp_path) as tab:
+        here.router.house.decisions.stages = {"encoder": {"target": 0, "frozen": False}}
         await tab.open(
             f"http://127.0.0.1:{here.router.admin.port}/dashboard", width=1280, height=900
         )
         await tab.until("document.getElementById('ready').textContent == 'not ready'")
         assert "None answers." in await tab.value("document.getElementById('decode').textContent")
+        assert "Asleep" in await tab.value("document.getElementById('encoder').textContent")
