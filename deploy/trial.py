@@ -32,6 +32,7 @@ from deploy.monitoring.panels import PAGES
 ROOT = Path(__file__).parents[1]
 ROOMS = ("Router", "Encoder", "Prefill", "Decode")
 PATIENCE_S = 300.0
+PANELS_S = 60.0  # for a panel to have data
 CLIENTS = 3
 PAUSE_S = 0.3  # of one client between two questions: the machine has other things to do
 
@@ -211,20 +212,31 @@ def look(given: argparse.Namespace) -> int:
 
 
 def _look_at_panels(url: str) -> None:
-    asked, silent = 0, []
+    asked = [
+        (f"{page.title}, {panel.title}", query)
+        for page in PAGES
+        for panel in page.panels
+        for query in panel.queries.values()
+    ]
+    until = time.monotonic() + PANELS_S
     with httpx.Client(base_url=url, timeout=20) as client:
-        for page in PAGES:
-            for panel in page.panels:
-                for query in panel.queries.values():
-                    asked += 1
-                    told = client.get("/api/v1/query", params={"query": query}).json()
-                    if told["status"] != "success" or not told["data"]["result"]:
-                        silent.append(f"{page.title}, {panel.title}: {query}")
+        while silent := [f"{name}: {query}" for name, query in asked if not _has(client, query)]:
+            if time.monotonic() > until:
+                raise SystemExit("\n".join(["these panels show nothing:", *silent]))
+            time.sleep(1)
         rules = client.get("/api/v1/rules").json()["data"]["groups"][0]["rules"]
-    if silent or any(rule["health"] == "err" for rule in rules):
-        raise SystemExit("\n".join(["these show nothing:", *silent]))
+    if broken := [rule["name"] for rule in rules if rule["health"] == "err"]:
+        raise SystemExit(f"these alerts cannot be evaluated: {broken}")
     firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
-    print(f"{asked} queries of panels have data; {len(rules)} alerts, firing: {firing or 'none'}")
+    count, told = len(asked), ", ".join(firing) or "none"
+    print(f"{count} queries of panels have data; {len(rules)} alerts, firing: {told}")
+
+
+def _has(client: httpx.Client, query: str) -> bool:
+    told = client.get("/api/v1/query", params={"query": query}).json()
+    if told["status"] != "success":
+        raise SystemExit(f"{query}: {told}")
+    return bool(told["data"]["result"])
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import httpx
@@ -110,16 +111,23 @@ class Watch:
             self.rows.append((round(time.monotonic() - self.began, 1), found))
         return found
 
-    def until(self, encoder: int, prefill: int, decode: int, within_s: float) -> float:
-        """Seconds until so many are there."""
+    def wait(self, claim: Callable[[], bool], what: str, within_s: float) -> float:
+        """Seconds until `claim()` holds."""
         began = time.monotonic()
-        wanted = {"encoder": encoder, "prefill": prefill, "decode": decode}
         try:
-            eventually(lambda: self.now() == wanted, within_s=within_s, every_s=0.2)
+            eventually(claim, within_s=within_s, every_s=0.2)
         except AssertionError:
             targets = counted(self.admin_url, "baton_scaling_target")
-            raise AssertionError(f"{wanted} never came; targets {targets}; {self.rows}") from None
+            raise AssertionError(f"{what} never came; targets {targets}; {self.rows}") from None
         return round(time.monotonic() - began, 1)
+
+    def are(self, encoder: int, prefill: int, decode: int) -> bool:
+        return self.now() == {"encoder": encoder, "prefill": prefill, "decode": decode}
+
+    def all_were(self, count: int) -> bool:
+        """Whether each stage has had so many, at one time or another."""
+        self.now()
+        return all(any(row[s] == count for _, row in self.rows) for s in STAGES)
 
 
 def test_replicas_follow_the_load_and_the_encoder_sleeps_and_wakes_and_no_request_is_lost(
@@ -131,14 +139,14 @@ def test_replicas_follow_the_load_and_the_encoder_sleeps_and_wakes_and_no_reques
         crowd = Crowd(server.url)
         crowd.come(8)
         try:
-            up_s = watch.until(2, 2, 2, within_s=90)
+            up_s = watch.wait(lambda: watch.all_were(2), "two of each", within_s=90)
             end = time.monotonic() + 5  # with all of them at work
             while time.monotonic() < end:
                 watch.now()
                 time.sleep(0.2)
         finally:
             crowd.leave()
-        down_s = watch.until(0, 1, 1, within_s=60)
+        down_s = watch.wait(lambda: watch.are(0, 1, 1), "one of each", within_s=60)
         eventually(lambda: nothing_held(server.admin_url), within_s=10)
         asked = time.monotonic()
         woken = httpx.post(
