@@ -81,14 +81,13 @@ def _row(held: Holdings) -> dict[str, Any]:
 def metrics_text(house: House, readiness: Readiness) -> str:
     """The counters of this router and of every replica it hears, as Prometheus text."""
     tally = house.tally
-    prefills, decodes = house.seen("prefill")[0], house.seen("decode")[0]
     tally.set("baton_admission_queued", len(house.admission))
     tally.set("baton_admission_oldest_seconds", house.admission.oldest_s)
     tally.set("baton_resident_bytes", float(resident_bytes()))
     for stage in ("encoder", "prefill", "decode"):
         tally.set("baton_replicas", float(len(house.board.present(stage))), stage=stage)
     tally.set("baton_requests_running", house.running)
-    tally.set("baton_pairs_ready", house.pairs.count_usable(prefills, decodes))
+    tally.set("baton_pairs_ready", house.pairs_ready())
     tally.set("baton_ready", float(readiness.is_ready))
     sources: list[tuple[dict[str, str], dict[str, float]]] = [
         ({"room": "router", "replica": house.name}, tally.snapshot())

@@ -84,6 +84,13 @@ class House:
         present = self.board.present(room)
         return [r.candidate() for r in present], {r.id: r for r in present}
 
+    def pairs_ready(self) -> int:
+        """How many pairs of prefill and decode replicas take new requests now."""
+        prefills, decodes = (
+            [c for c in self.seen(room)[0] if not c.suspended] for room in ("prefill", "decode")
+        )
+        return self.pairs.count_usable(prefills, decodes)
+
     async def choose(self, room: str, pick: Callable[[list[Candidate]], str | None]) -> Replica:
         """The replica that `pick` names, as soon as it names one.
 

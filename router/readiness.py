@@ -18,15 +18,18 @@ from common.errors import (
     Cancelled,
     CapacityError,
     DeadlineExceeded,
+    HandoffRefused,
     NotReady,
     RoomLost,
     ServingError,
+    TransferError,
 )
 from common.observe.logs import note
 from router.house import House
 from router.jobs import Task
 from router.journey import Journey
 from router.placement import Candidate
+from router.recovery import is_difference
 from router.replica import Replica
 
 PROMPT_TOKENS = 67  # more than a page, and not a whole number of pages or chunks
@@ -37,6 +40,9 @@ TICK_S = 0.25
 
 # These tell of load or of a death, not of a wrong computation: no verdict.
 UNDECIDED = (CapacityError, RoomLost, DeadlineExceeded, Cancelled, NotReady)
+
+# These tell that nothing could be compared, because the bytes did not come: no verdict, once.
+MOVED_NOTHING = (TransferError.code, HandoffRefused.code)
 
 _log = logging.getLogger("baton.readiness")
 
@@ -81,8 +87,7 @@ class Readiness:
 
     @property
     def _has_pair(self) -> bool:
-        prefills, decodes = self._house.seen("prefill")[0], self._house.seen("decode")[0]
-        return self._house.pairs.count_usable(prefills, decodes) > 0
+        return self._house.pairs_ready() > 0
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -132,16 +137,23 @@ class Readiness:
         except UNDECIDED as error:
             outcome = error.code
         except ServingError as error:
-            outcome = "failed"
+            late = isinstance(error, TransferError) and not is_difference(error)
+            outcome = error.code if late else "failed"
             note(_log, logging.WARNING, "probe failed", pair=_name(pair), reason=str(error))
         self._house.tally.add("baton_probes_total", outcome=outcome)
-        if outcome == "passed":
-            if not self._house.pairs.usable(prefill, decode):
-                note(_log, logging.INFO, "pair passed a probe", pair=_name(pair))
-            self._house.pairs.passed(prefill, decode)
-        elif outcome in ("differs", "failed"):
-            self._house.pairs.failed(prefill, decode)
+        self._judge(outcome, prefill, decode, _name(pair))
         self._house.bell.ring()
+
+    def _judge(self, outcome: str, prefill: Candidate, decode: Candidate, name: str) -> None:
+        pairs = self._house.pairs
+        if outcome == "passed":
+            if not pairs.usable(prefill, decode):
+                note(_log, logging.INFO, "pair passed a probe", pair=name)
+            pairs.passed(prefill, decode)
+        elif outcome in ("differs", "failed"):
+            pairs.failed(prefill, decode)
+        elif outcome in MOVED_NOTHING:
+            pairs.stalled(prefill, decode)
 
     async def _ask(self, pair: Pair) -> tuple[int, ...]:
         sampling = Sampling(temperature=0.0, max_tokens=ANSWER_TOKENS)

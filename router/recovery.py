@@ -16,6 +16,12 @@ from router.replica import Replica
 
 DEATHS_OF_ONE_ROOM = 2  # the second is an error
 _GIVER = {"decode": "prefill", "prefill": "encoder"}  # whose ticket each room pulls
+_TIMING = (
+    "lease",
+    "reservation",
+    "nonce",
+    "epoch",
+)  # parts refused when messages cross or are late
 
 
 class Recovery:
@@ -80,6 +86,15 @@ class Recovery:
 def is_canary(refused: TransferError) -> bool:
     """Whether the pair computes differently, as against bytes that did not arrive."""
     return isinstance(refused, HandoffRefused) and refused.part.startswith("canary")
+
+
+def is_difference(refused: TransferError) -> bool:
+    """Whether something arrived, or was promised, otherwise than it should be.
+
+    A READ that broke or took too long, a lease that ended and a ticket of an earlier epoch say
+    nothing of that.
+    """
+    return isinstance(refused, HandoffRefused) and refused.part not in _TIMING
 
 
 def spends_seat(refused: TransferError, at: Replica | None) -> bool:

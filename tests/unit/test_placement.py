@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.pairs import PASSES_TO_RETURN, Pairs
+from router.pairs import PASSES_TO_RETURN, STALLS_TO_LEAVE, Pairs
 from router.placement import Candidate, choose_encoder, choose_prefill, order_decodes
 
 
@@ -117,6 +117,23 @@ def test_a_pair_that_failed_needs_several_passes_in_a_row():
     for _ in range(PASSES_TO_RETURN):
         assert not pairs.usable(p, d)
         pairs.passed(p, d)
+    assert pairs.usable(p, d)
+
+
+def test_a_pair_whose_probes_bring_no_bytes_serves_on_until_that_is_no_accident():
+    pairs, p, d = Pairs(), seat("p"), seat("d")
+    pairs.stalled(p, d)
+    assert not pairs.usable(p, d)  # it has proved nothing yet
+    pairs.passed(p, d)
+    for _ in range(2):  # a pass in between begins the count anew
+        for _ in range(STALLS_TO_LEAVE - 1):
+            pairs.stalled(p, d)
+        assert pairs.usable(p, d)
+        pairs.passed(p, d)
+    for _ in range(STALLS_TO_LEAVE):
+        pairs.stalled(p, d)
+    assert not pairs.usable(p, d)
+    pairs.passed(p, d)
     assert pairs.usable(p, d)
 
 

@@ -19,7 +19,15 @@ from PIL import Image
 
 from common.config import settings as cs
 from common.contract import messages as m
-from common.errors import CapacityError, HandoffRefused, ImageRejected, PoisonedState
+from common.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    HandoffRefused,
+    ImageRejected,
+    PoisonedState,
+    RoomLost,
+    TransferError,
+)
 from router.app import Router
 from router.seats import Seats, seats_of
 from tests.support.rooms import SECRET, World, until
@@ -123,14 +131,19 @@ async def test_the_role_goes_out_before_any_token_exists():
         await reply.aclose()
 
 
-async def test_a_picture_goes_through_the_encoder_by_reference():
+def with_a_picture() -> dict:
+    """A message with a picture of 2 tokens."""
     picture = io.BytesIO()
     Image.new("RGB", (56, 28)).save(picture, "PNG")
     uri = "data:image/png;base64," + base64.b64encode(picture.getvalue()).decode()
     content = [{"type": "image_url", "image_url": {"url": uri}}, {"type": "text", "text": "what?"}]
+    return {"role": "user", "content": content}
+
+
+async def test_a_picture_goes_through_the_encoder_by_reference():
     async with site() as here:
         for _ in range(2):
-            reply = await here.chat(messages=[{"role": "user", "content": content}])
+            reply = await here.chat(messages=[with_a_picture()])
             assert reply.status_code == 200
         jobs = [x for x in here.world["e1"].seen if isinstance(x, m.EncodeJob)]
         assert [bool(job.payloads[0]) for job in jobs] == [False, True, False]
@@ -264,6 +277,40 @@ async def test_a_pair_that_answers_otherwise_is_taken_out_of_service():
 
 
 @pytest.mark.parametrize(
+    ("answer", "differs"),
+    [
+        (HandoffRefused("lease", "5.0 s are left"), False),
+        (HandoffRefused("reservation", "it is not held any more"), False),
+        (HandoffRefused("epoch", "its producer was started anew"), False),
+        (HandoffRefused("nonce", "it was taken before"), False),
+        (DeadlineExceeded("a READ took over 10.0 s"), False),
+        (TransferError("the READ broke"), False),
+        (RoomLost("the owner does not answer"), False),
+        (CapacityError("no room"), False),
+        (HandoffRefused("canary", "logits differ by 0.3"), True),
+        (HandoffRefused("digest:state:2", "not what was signed"), True),
+        (HandoffRefused("span:latent", "missing"), True),
+        (PoisonedState("a logit is not finite"), True),
+    ],
+    ids=lambda value: getattr(value, "part", type(value).__name__),
+)
+async def test_only_a_difference_takes_a_pair_out_of_service(answer, differs):
+    async with site(prefill=1, decode=1) as here:
+        house = here.router.house
+        (prefill,), (decode,) = house.seen("prefill")[0], house.seen("decode")[0]
+        here.world["d1"].plant(m.DecodeJob, answer)
+        before = probes(house)
+        await until(lambda: probes(house) > before, 5.0)
+        assert house.pairs.usable(prefill, decode) is not differs
+
+
+def probes(house) -> float:
+    """Probes that ended, other than well."""
+    told = house.tally.snapshot()
+    return sum(v for k, v in told.items() if "probes_total" in k and "passed" not in k)
+
+
+@pytest.mark.parametrize(
     ("error", "times", "status", "code"),
     [
         (HandoffRefused("digest:latent:0", "no"), 2, 503, "handoff_refused"),
@@ -304,6 +351,24 @@ async def test_a_refusal_of_a_room_before_admission_is_a_status_in_a_stream_too(
         here.world["d1"].plant(m.Reserve, CapacityError("full"), CapacityError("full"))
         reply = await here.chat(stream=True)
         assert reply.status_code == 200
+
+
+@pytest.mark.parametrize(("replica", "kind"), [("e1", m.EncodeJob), ("p1", m.PrefillJob)])
+async def test_a_room_whose_queue_is_full_is_told_once_with_a_time_to_come_back(replica, kind):
+    async with site() as here:
+        here.router.readiness._due_at = lambda pair: float("inf")
+        await asyncio.sleep(0.1)
+        for stream in (False, True):
+            asked = here.world[replica].names().count(kind.__name__)
+            here.world[replica].plant(kind, CapacityError("too many requests wait here"))
+            reply = await here.chat(stream=stream, messages=[with_a_picture()])
+            assert here.world[replica].names().count(kind.__name__) == asked + 1
+            assert "at_capacity" in reply.text and "[DONE]" not in reply.text
+            if not stream:  # a stream has begun: a seat in decode was free
+                assert reply.status_code == 429
+                assert int(reply.headers["Retry-After"]) >= 1
+            await here.nothing_left()
+        assert "baton_replays_total" not in str(here.router.house.tally.snapshot())
 
 
 async def test_an_error_in_mid_stream_is_an_event_and_not_done():
