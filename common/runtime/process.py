@@ -22,9 +22,9 @@ from common.runtime.drain import Served, drain
 def main(build: Callable[[Settings, str, str], Served], argv: list[str] | None = None) -> None:
     """Run `python -m services.<room> SETTINGS [--replica ID]`; the secret is in BATON_SECRET.
 
-    Prints one JSON line with room, id, host and port when it listens. At SIGTERM or SIGINT it
-    drains, for `server.drain_s` at most; a second signal ends it at once. Exits with 1 when its
-    engine failed.
+    Prints one JSON line with room, id, host and port when it listens. At SIGTERM or SIGINT, and
+    when its quarantine stays full, it drains, for `server.drain_s` at most; a signal then ends it
+    at once. Exits with 1 when its engine failed or its quarantine was full: start it anew.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("settings", type=Path)
@@ -34,10 +34,11 @@ def main(build: Callable[[Settings, str, str], Served], argv: list[str] | None =
     settings = load_settings(args.settings)
     room = build(settings, room_secret(), args.replica)
     start_logging(room.room.name, room.room.id)
-    sys.exit(asyncio.run(_serve(room, args.host, settings.server.drain_s)))
+    sys.exit(asyncio.run(serve(room, args.host, settings.server.drain_s)))
 
 
-async def _serve(room: Served, host: str, drain_s: float) -> int:
+async def serve(room: Served, host: str, drain_s: float) -> int:
+    """Open, print where, and leave when told to or when there is no going on; the exit status."""
     endpoint = await room.open(host)
     told: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -47,16 +48,17 @@ async def _serve(room: Served, host: str, drain_s: float) -> int:
     sys.stdout.write(json.dumps(place) + "\n")
     sys.stdout.flush()
     ended = loop.create_task(room.room.ended.wait())
+    spent = loop.create_task(room.room.spent.wait())
     leave = loop.create_task(told.get())
-    await asyncio.wait({ended, leave}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({ended, spent, leave}, return_when=asyncio.FIRST_COMPLETED)
     if not ended.done():
-        again = loop.create_task(told.get())
+        again = loop.create_task(told.get()) if leave.done() else leave
         leaving = loop.create_task(drain(room, drain_s))
         await asyncio.wait({again, leaving}, return_when=asyncio.FIRST_COMPLETED)
         again.cancel()
         leaving.cancel()
-    failed = room.room.ended.is_set()
-    for task in (ended, leave):
+    failed = room.room.ended.is_set() or room.room.spent.is_set()
+    for task in (ended, spent, leave):
         task.cancel()
     await room.close()
     return int(failed)

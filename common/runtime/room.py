@@ -63,6 +63,7 @@ class Room:
         self._hanging_up: asyncio.Task[None] | None = None
         self.is_leaving = False
         self.ended = asyncio.Event()  # its engine failed, so that it can do nothing more
+        self.spent = asyncio.Event()  # it can take nothing new; what runs may still end
 
     @property
     def endpoint(self) -> Endpoint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,7 +29,9 @@ from common.runtime.room import Room, describe
 from common.transfer.measured import MeasuredReceiver
 from common.transfer.nixl import NixlLink
 
+log = logging.getLogger(__name__)
 CANCEL_S = 0.1  # how soon a wait for another room notices a cancel
+SPENT_S = 3.0  # a quarantine that stays full for so long does not empty itself
 
 Claim = Callable[[Endpoint, Offer | EmbedTicket, Callable[[], bool]], float]
 
@@ -88,6 +91,7 @@ class TextRoom:
             verifying=settings.testing.verify,
         )
         self._deadline_s = transfer.deadline_s
+        self._full_since: float | None = None  # when the quarantine reached its bound
         self.grammars = GrammarShelf(
             Path(settings.model.path), cache_bytes=settings.grammar.cache_bytes
         )
@@ -154,6 +158,18 @@ class TextRoom:
     def _sweep_receiver(self) -> None:
         if self.receiver.quarantined:
             self.threads.submit(self.receiver.sweep)
+        if not self.receiver.must_restart:
+            self._full_since = None
+            return
+        now = time.monotonic()
+        self._full_since = now if self._full_since is None else self._full_since
+        if now - self._full_since >= SPENT_S and not self.room.spent.is_set():
+            log.error(
+                "%d READs do not end, so their memory serves nobody: this room finishes what runs "
+                "and must be started anew",
+                self.receiver.quarantined,
+            )
+            self.room.spent.set()
 
 
 def _end(engine: EngineLoop, room: Room, reason: str) -> None:

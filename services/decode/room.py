@@ -147,6 +147,8 @@ class DecodeRoom(TextRoom):
     async def _reserve(self, message: Reserve, caller: str) -> Message:
         if self.room.is_leaving:
             raise CapacityError(f"{self.room.id} is leaving and takes no new request")
+        if self.receiver.must_restart:
+            raise CapacityError(f"{self.room.id} waits for {self.receiver.quarantined} late READs")
         return await asyncio.wrap_future(self.engine.reserve(message, caller))
 
     async def _decode(self, job: DecodeJob, caller: str) -> Message:

@@ -11,7 +11,11 @@ import contextlib
 import random
 import signal
 
+import pytest
+
 from common.config.loading import load_settings
+from common.errors import ServingError
+from common.runtime import process, text_room
 from router.seats import Seat
 from services.decode.room import DecodeRoom
 from tests.support.golden import NANO
@@ -23,11 +27,12 @@ DEADLINE_S = 1.0  # of one fetch
 
 
 @contextlib.asynccontextmanager
-async def relay_with_processes(tmp_path):
+async def relay_with_processes(tmp_path, **transfer):
     tables = {
         "model": {"path": str(NANO), "dtype": "float32"},
-        "transfer": {"transports": "tcp", "deadline_s": DEADLINE_S},
-        "router": {"silent_s": 20.0},  # the READ's own deadline must find it, not the heartbeat
+        "transfer": {"transports": "tcp", "deadline_s": DEADLINE_S} | transfer,
+        # the READ's own deadline must find it, not the heartbeat
+        "router": {"silent_s": 20.0, "heartbeat_s": 0.2},
     }
     path = write_settings(tmp_path / "settings.toml", tables)
     settings = load_settings(path, {})
@@ -109,3 +114,31 @@ async def test_a_producer_that_stops_before_its_ticket_is_claimed_is_passed_over
         finally:
             stopper.resume()
         await relay.nothing_left()
+
+
+async def test_a_room_whose_quarantine_stays_full_is_not_ready_finishes_its_streams_and_exits(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(text_room, "SPENT_S", 1.0)
+    async with relay_with_processes(tmp_path, quarantine_bound=1) as (relay, decode, producers):
+        whole = (await relay.run(relay.task(question(1), max_tokens=400))).ids()
+
+        async def opened(host: str):
+            return decode.room.endpoint
+
+        decode.open = opened
+        serving = asyncio.create_task(process.serve(decode, "127.0.0.1", drain_s=30.0))
+        long = asyncio.create_task(relay.run(relay.task(question(1), max_tokens=400)))
+        await until(
+            lambda: decode.engine.helds() and decode.engine.helds()[0].stage == "running", 5
+        )
+        stopper = Stopper(decode, producers, "read")
+        try:
+            with pytest.raises(ServingError):  # there is no other decode replica to take it
+                await relay.run(relay.task(question(2), max_tokens=3, deadline_s=4.0))
+            assert decode.receiver.must_restart
+            await until(lambda: relay.house.pairs_ready() == 0, 5.0)
+            assert (await long).ids() == whole
+            assert await asyncio.wait_for(serving, 10) == 1
+        finally:
+            stopper.resume()
