@@ -49,6 +49,7 @@ def mix(x: Tensor, w: KdaWeights, spec: KdaSpec, layer: int, run: Run) -> Tensor
     beta = torch.sigmoid(functional.pad(strength.float(), (0, -heads % LANES)))[:, :heads]
     out = _absorb(triple, decay, beta, w, layer, run)
     normed = run.ops.gated_rms_norm(out, opening, w.o_norm, NORM_EPS)
+    run.watch(normed)
     return run.reduce(run.linear(normed.flatten(1), w.out))
 
 

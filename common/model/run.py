@@ -7,7 +7,7 @@ has one row a share and then padding to a whole tile. Owns no memory and knows n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,17 @@ class Run:
     rows: int  # of the hidden states, padding included
     real: int  # leading rows that a pass of steps has; equals `rows` in a pass of chunks
     team: Team | None = None  # the ranks that share the weights; None: alone
+    watched: list[Tensor] = field(default_factory=list)  # fp32 [rows] each
+
+    def watch(self, x: Tensor) -> None:
+        """x [rows, ...]: remember which rows are finite, whatever is made of them later."""
+        self.watched.append(x.flatten(1).sum(1, dtype=torch.float32))  # NaN if one value is not
+
+    def spoilt(self) -> Tensor:
+        """bool [rows]: in which rows something watched was not finite."""
+        if not self.watched:
+            return torch.zeros(self.rows, dtype=torch.bool, device=self.plan.slots.device)
+        return ~torch.stack(self.watched).isfinite().all(0)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [N, K], weight [O, K] -> [N, O]."""

@@ -71,7 +71,8 @@ class TextModel:
             memory: the pools' tensors; slots and pages of the shares are updated in place.
 
         Returns:
-            fp32 logits [shares with want_logits, vocab], in share order.
+            fp32 logits [shares with want_logits, vocab], in share order; NaN where an output of
+            linear attention of the share was not finite.
         """
         return self.capture(batch, memory, layers=(), convention="prefix")[0]
 
@@ -125,7 +126,7 @@ class TextModel:
             out: fp32 [B, vocab], to be filled.
 
         Returns:
-            fp32 logits [B, vocab]; of padding they mean nothing.
+            fp32 logits [B, vocab], NaN as of `forward`; of padding they mean nothing.
         """
         assert self.team is None, "ranks of a group meet on the host between layers"
         rows, tile = len(ids), STEP_TILE if self._exact else None
@@ -134,6 +135,8 @@ class TextModel:
         for layer in range(self.spec.num_layers):
             self._layer(layer, residual, run)
         logits = self.ops.linear(residual.result(slice(None)), self.weights.head, tile)
+        if run.watched:
+            logits = logits.masked_fill(run.spoilt().unsqueeze(1), torch.nan)
         return logits.float() if out is None else out.copy_(logits)
 
     @torch.inference_mode()
@@ -202,6 +205,7 @@ class TextModel:
             return torch.zeros(0, self.spec.vocab, device=head.device)
         final = _finished(residual, torch.tensor(last, device=head.device), run)
         logits = self.ops.linear(final, head, STEP_TILE if self._exact else None).float()
+        _spoil(logits, batch, run)
         if run.team is None:
             return logits
         return torch.cat(run.team.tensor.all_gather(logits), -1)[:, : self.spec.vocab]
@@ -224,6 +228,22 @@ def reset(batch: StepBatch, memory: Memory) -> None:
         if share.start == 0:
             memory.state[share.slot] = 0
             memory.conv[share.slot] = 0
+
+
+def _spoil(logits: Tensor, batch: StepBatch, run: Run) -> None:
+    """Make a share's logits NaN if a watched value of one of its tokens was not finite.
+
+    Whoever samples then ends that request, even where a later body swallowed the value.
+    """
+    if not run.watched:
+        return
+    spoilt, rows = run.spoilt().cpu(), token_rows(batch)
+    if not spoilt.any():
+        return
+    asking = [(r, s) for r, s in zip(rows, batch.shares, strict=True) if s.want_logits]
+    for index, (row, share) in enumerate(asking):
+        if spoilt[row : row + len(share.token_ids)].any():
+            logits[index] = torch.nan
 
 
 def _real_rows(batch: StepBatch) -> Tensor:

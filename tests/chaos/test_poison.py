@@ -1,17 +1,19 @@
 """A value that is not finite ends one request with an error; its neighbours never notice.
 
-A NaN can hide nowhere: the residual stream adds up, so whatever a layer says of a row is in that
-row's logits, which are looked at in every step. States are looked at when they are handed over.
+Logits and the outputs of linear attention are looked at in every step, states when they are handed
+over.
 """
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
 from common.errors import PoisonedState
+from common.model.run import Run
 from tests.chaos.test_endings import rooms
 from tests.support.prompts import image, question
 from tests.support.relay import Relay
@@ -81,6 +83,37 @@ async def test_a_nan_in_a_running_requests_page_ends_that_request_alone(relay):
 
     relay.decodes[0].engine.plant = plant
     await check(relay, whole)
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf")])
+async def test_a_linear_attention_output_that_is_not_finite_is_found_though_no_logit_shows_it(
+    relay, monkeypatch, value
+):
+    _, whole = await crowd(relay)
+    model, spoilt = relay.decodes[0].loaded.model, []
+    plain = model.ops
+
+    def plant(batch, memory) -> None:
+        spoilt[:] = [
+            row
+            for row, (held, choice) in enumerate(batch)
+            if held.reserve.prompt_tokens == 65 and len(choice.tokens) == 4
+        ]
+
+    def norm(x, *more):
+        out = plain.gated_rms_norm(x, *more)
+        out[spoilt, 1, 5] = value
+        return out
+
+    def linear(x, *more):  # a body that swallows what is not a number, as fp8 ones do
+        return plain.linear(x.nan_to_num(0.0, 0.0, 0.0) if spoilt else x, *more)
+
+    relay.decodes[0].engine.plant = plant
+    monkeypatch.setattr(model, "ops", replace(plain, gated_rms_norm=norm, linear=linear))
+    await check(relay, whole)
+    monkeypatch.setattr(Run, "watch", lambda *_: None)
+    _, got = await crowd(relay)
+    assert all(reply.finish == ["length"] for reply in got), "the logits showed it after all"
 
 
 @pytest.mark.parametrize("when", ["early", "late"])
