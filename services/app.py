@@ -6,10 +6,14 @@ each room only to learn which replicas there are; jobs travel over the rooms' ow
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
@@ -28,6 +32,7 @@ POLICY = "services.scaling_hook:JointPolicy"
 SEATING = "router.discovery.PinRouter"
 NODE_RANKS = 8  # devices of one node
 SECRET = b"secret"  # its key in the cluster's store
+POLL_S = 0.2
 MANY = 100_000  # admission is the router's own; Serve must never refuse a control call
 
 
@@ -75,7 +80,30 @@ def deploy(settings: Settings) -> None:
 
     client = _get_global_client()
     assert client is not None, "Serve was started just now"
-    client.deploy_apps(ServeDeploySchema.model_validate(document(settings)), _blocking=True)
+    client.deploy_apps(ServeDeploySchema.model_validate(document(settings)), _blocking=False)
+    client._wait_for_application_running("baton")  # the call itself would wait for 60 s
+
+
+def shut_down(within_s: float, hurry: threading.Event) -> None:
+    """End the application and Serve: every replica drains first, for as long as it may.
+
+    Serve's own call gives up after 30 s whatever the drain time is, and streams then break without
+    a word; and a call that waits for the controller's death is told in red to have failed. Returns
+    at once when `hurry` is set.
+    """
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:  # it did not come so far
+        return
+    client.shutdown_cached_handles()  # type: ignore[no-untyped-call]
+    ray.get(client._controller.graceful_shutdown.remote(wait=False))
+    until = time.monotonic() + within_s
+    with contextlib.suppress(ValueError):  # its name goes with the controller, which goes last
+        while time.monotonic() < until and not hurry.wait(POLL_S):
+            ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    client._shutdown = True
 
 
 def compose(settings: Settings) -> Application:

@@ -20,6 +20,7 @@ from common.config.settings import Settings
 from common.errors import ConfigError, ServingError
 
 READY_S = 120.0  # patience for the first probe after a start
+GOODBYE_S = 20.0  # after the drain time: error events, processes that end, Serve's own steps
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,14 +64,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_server(settings: Settings) -> int:
-    """Start a local Ray with the application, say when it is ready, and stop both on a signal."""
+    """Start a local Ray with the application, say when it is ready, and stop both on a signal.
+
+    What runs may end within the drain time; a second signal ends everything at once.
+    """
     for host, port in (
         (settings.server.host, settings.server.port),
         (settings.server.admin_host, settings.server.admin_port),
     ):
         _refuse_taken(host, port)
-    stopping = threading.Event()
-    _stop_on_signals(stopping)
+    stopping, hurry = threading.Event(), threading.Event()
+    _stop_on_signals(stopping, hurry)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
     # Read when Serve starts: figures for scaling arrive every second, not every ten.
@@ -78,7 +82,7 @@ def run_server(settings: Settings) -> int:
     import ray
     from ray import serve
 
-    from services.app import deploy
+    from services.app import deploy, shut_down
 
     started = time.monotonic()
     ray.init(
@@ -88,7 +92,7 @@ def run_server(settings: Settings) -> int:
         log_to_driver=False,
         logging_level=logging.ERROR,
     )
-    _stop_on_signals(stopping)  # Ray put its own handlers in place
+    _stop_on_signals(stopping, hurry)  # Ray put its own handlers in place
     try:
         serve.start(proxy_location="Disabled")
         deploy(settings)
@@ -99,7 +103,7 @@ def run_server(settings: Settings) -> int:
             sys.stdout.flush()
             stopping.wait()
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        shut_down(settings.server.drain_s + GOODBYE_S, hurry)
         ray.shutdown()
     return 0
 
@@ -192,9 +196,12 @@ def run_chat(url: str, model: str, image: Path | None) -> int:
     return 0
 
 
-def _stop_on_signals(stopping: threading.Event) -> None:
+def _stop_on_signals(stopping: threading.Event, hurry: threading.Event) -> None:
+    def told(*_: object) -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
+        signal.signal(number, told)
 
 
 def _ask() -> str:

@@ -18,11 +18,15 @@ from tests.support.processes import ROOT, write_settings
 
 @dataclass(frozen=True)
 class Serving:
-    """Where it listens, and its process."""
+    """Where it listens, and its process, which leads a group of its own."""
 
     url: str
     admin_url: str
-    pid: int
+    process: subprocess.Popen[str]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
 
 
 def free_port() -> int:
@@ -44,13 +48,15 @@ def serving(folder: Path, tables: dict[str, dict[str, Any]]) -> Iterator[Serving
         | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
         assert line.startswith("Baton serves"), f"the server did not start: {line!r}"
-        yield Serving(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process.pid)
+        yield Serving(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process)
     finally:
-        process.send_signal(signal.SIGINT)
-        process.wait(90)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(90)
         process.stdout.close()

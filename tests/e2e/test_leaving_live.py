@@ -1,0 +1,169 @@
+"""Leaving for real, under Ray Serve: replicas are scaled away or Ctrl-C comes, in mid-stream.
+
+A stream that can end within the drain time ends as ever; one that cannot is told so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from tests.e2e.test_scaling_live import nothing_held, replicas
+from tests.support.pictures import data_uri, encoded, slope
+from tests.support.processes import ROOT, eventually
+from tests.support.serving import serving
+
+pytestmark = pytest.mark.slow
+NANO = {"path": str(ROOT / "checkpoints/nano")}
+ASK = {"model": "nano-k3", "stream": True, "ignore_eos": True, "temperature": 0}
+ONES = {"encoder": 1, "prefill": 1, "decode": 1}
+
+
+@dataclass
+class Streamed:
+    """What one stream said, and its last event."""
+
+    text: str = ""
+    last: str = ""
+
+
+def stream(url: str, path: str, body: dict) -> Streamed:
+    """Read it to its end; an answer that is not 200, or breaks off, raises."""
+    said = Streamed()
+    with httpx.stream("POST", url + path, json=ASK | body, timeout=180) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if line.startswith("data: "):
+                said.last = line.removeprefix("data: ")
+                if said.last != "[DONE]":
+                    said.text += "".join(
+                        choice.get("text", "")
+                        for choice in json.loads(said.last).get("choices", ())
+                    )
+    return said
+
+
+@dataclass
+class Readers:
+    """Clients that stream one answer after the other until told to stop."""
+
+    url: str
+    bodies: list[tuple[str, dict]]
+    over: threading.Event = field(default_factory=threading.Event)
+    told: list[tuple[int, Streamed | Exception]] = field(default_factory=list)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def come(self) -> None:
+        for number in range(len(self.bodies)):
+            thread = threading.Thread(target=self._read_on, args=(number,))
+            thread.start()
+            self.threads.append(thread)
+
+    def leave(self) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(120)
+
+    def _read_on(self, number: int) -> None:
+        while not self.over.is_set():
+            try:
+                self.told.append((number, stream(self.url, *self.bodies[number])))
+            except Exception as error:
+                self.told.append((number, error))
+                return
+
+
+SCALED = {
+    "model": NANO,
+    "server": {"drain_s": 60.0},
+    "encoder": {"replicas": 2},
+    "prefill": {"replicas": 2},
+    "decode": {"replicas": 2, "slots": 8},
+    "scaling": {
+        "enabled": True,
+        "budget": 6,
+        "encoder_max": 2,
+        "prefill_max": 2,
+        "decode_max": 2,
+        # Whatever they do, the policy finds that one of each is enough.
+        "low": 0.97,
+        "aim": 0.98,
+        "high": 0.99,
+        "up_s": 600.0,
+        "down_s": 10.0,
+        "window_s": 4.0,
+    },
+}
+
+
+def leaving_with_streams(admin_url: str) -> bool:
+    """Whether a decode replica that takes nothing new still writes an answer."""
+    told = httpx.get(f"{admin_url}/admin/inventory", timeout=10).json()["replicas"]
+    busy = [row for row in told if row["room"] == "decode" and row["slots"]]
+    return len(busy) == 2 and replicas(admin_url)["decode"] == 1
+
+
+def test_replicas_scaled_away_under_load_end_their_streams_and_nobody_sees_an_error(tmp_path):
+    looks = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": URI}}]}
+    bodies = [("/v1/completions", {"prompt": "one two three", "max_tokens": 300})] * 3
+    bodies += [("/v1/chat/completions", {"messages": [looks], "max_tokens": 20})] * 2
+    with serving(tmp_path, SCALED) as server:
+        readers = Readers(server.url, bodies)
+        readers.come()
+        seen = False
+        try:
+            assert replicas(server.admin_url) == dict.fromkeys(ONES, 2)
+            until = time.monotonic() + 120
+            while replicas(server.admin_url) != ONES or not seen:
+                assert time.monotonic() < until, "they were not scaled away under load"
+                seen = seen or leaving_with_streams(server.admin_url)
+                time.sleep(0.02)
+            time.sleep(3)
+        finally:
+            readers.leave()
+        failed = [told for _, told in readers.told if isinstance(told, Exception)]
+        assert not failed
+        for number in range(len(bodies)):
+            answers = [told for at, told in readers.told if at == number]
+            assert {told.last for told in answers} == {"[DONE]"}
+            assert len({told.text for told in answers}) == 1
+        eventually(lambda: nothing_held(server.admin_url), within_s=10)
+        metrics = httpx.get(f"{server.admin_url}/metrics", timeout=10).text
+        assert not [
+            line for line in metrics.splitlines() if line.startswith("baton_replays_total{")
+        ]
+
+
+def test_ctrl_c_lets_streams_end_within_the_drain_time_and_tells_longer_ones(tmp_path):
+    tables = {"model": NANO, "server": {"drain_s": 33.0}}  # Serve's own patience is 30 s
+    with serving(tmp_path, tables) as server:
+        bodies = [
+            ("/v1/completions", {"prompt": "one two three", "max_tokens": 300}),
+            ("/v1/completions", {"prompt": "four five six", "max_tokens": 7900, "n": 2}),
+        ]
+        readers = Readers(server.url, bodies)
+        readers.come()
+        time.sleep(1.0)
+        readers.over.set()
+        began = time.monotonic()
+        os.killpg(server.pid, signal.SIGINT)
+        readers.leave()
+        took_s = time.monotonic() - began
+        (short,) = [told for at, told in readers.told if at == 0]
+        (long,) = [told for at, told in readers.told if at == 1]
+        assert isinstance(short, Streamed) and short.last == "[DONE]"
+        assert isinstance(long, Streamed) and json.loads(long.last)["error"]["code"] == "not_ready"
+        assert long.text and took_s < 60
+        assert server.process.wait(60) == 0
+        assert server.process.stdout is not None
+        assert server.process.stdout.read() == ""  # nothing in red
+
+
+URI = data_uri(encoded(slope()))
