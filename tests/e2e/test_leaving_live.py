@@ -1,4 +1,4 @@
-"""Leaving for real, under Ray Serve: replicas are scaled away or Ctrl-C comes, in mid-stream.
+"""Ctrl-C in mid-stream, at the whole process group, as a terminal sends it.
 
 A stream that can end within the drain time ends as ever; one that cannot is told so.
 """
@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 import httpx
 import pytest
 
-from tests.e2e.test_scaling_live import nothing_held, replicas
-from tests.support.pictures import data_uri, encoded, slope
-from tests.support.processes import ROOT, eventually
+from tests.support.processes import ROOT
 from tests.support.serving import serving
 
 pytestmark = pytest.mark.slow
 NANO = {"path": str(ROOT / "checkpoints/nano")}
 ASK = {"model": "nano-k3", "stream": True, "ignore_eos": True, "temperature": 0}
-ONES = {"encoder": 1, "prefill": 1, "decode": 1}
 
 
 @dataclass
@@ -80,67 +77,6 @@ class Readers:
                 return
 
 
-SCALED = {
-    "model": NANO,
-    "server": {"drain_s": 60.0},
-    "encoder": {"replicas": 2},
-    "prefill": {"replicas": 2},
-    "decode": {"replicas": 2, "slots": 8},
-    "scaling": {
-        "enabled": True,
-        "budget": 6,
-        "encoder_max": 2,
-        "prefill_max": 2,
-        "decode_max": 2,
-        # Whatever they do, the policy finds that one of each is enough.
-        "low": 0.97,
-        "aim": 0.98,
-        "high": 0.99,
-        "up_s": 600.0,
-        "down_s": 10.0,
-        "window_s": 4.0,
-    },
-}
-
-
-def leaving_with_streams(admin_url: str) -> bool:
-    """Whether a decode replica that takes nothing new still writes an answer."""
-    told = httpx.get(f"{admin_url}/admin/inventory", timeout=10).json()["replicas"]
-    busy = [row for row in told if row["room"] == "decode" and row["slots"]]
-    return len(busy) == 2 and replicas(admin_url)["decode"] == 1
-
-
-def test_replicas_scaled_away_under_load_end_their_streams_and_nobody_sees_an_error(tmp_path):
-    looks = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": URI}}]}
-    bodies = [("/v1/completions", {"prompt": "one two three", "max_tokens": 300})] * 3
-    bodies += [("/v1/chat/completions", {"messages": [looks], "max_tokens": 20})] * 2
-    with serving(tmp_path, SCALED) as server:
-        readers = Readers(server.url, bodies)
-        readers.come()
-        seen = False
-        try:
-            assert replicas(server.admin_url) == dict.fromkeys(ONES, 2)
-            until = time.monotonic() + 120
-            while replicas(server.admin_url) != ONES or not seen:
-                assert time.monotonic() < until, "they were not scaled away under load"
-                seen = seen or leaving_with_streams(server.admin_url)
-                time.sleep(0.02)
-            time.sleep(3)
-        finally:
-            readers.leave()
-        failed = [told for _, told in readers.told if isinstance(told, Exception)]
-        assert not failed
-        for number in range(len(bodies)):
-            answers = [told for at, told in readers.told if at == number]
-            assert {told.last for told in answers} == {"[DONE]"}
-            assert len({told.text for told in answers}) == 1
-        eventually(lambda: nothing_held(server.admin_url), within_s=10)
-        metrics = httpx.get(f"{server.admin_url}/metrics", timeout=10).text
-        assert not [
-            line for line in metrics.splitlines() if line.startswith("baton_replays_total{")
-        ]
-
-
 def test_ctrl_c_lets_streams_end_within_the_drain_time_and_tells_longer_ones(tmp_path):
     tables = {"model": NANO, "server": {"drain_s": 33.0}}  # Serve's own patience is 30 s
     with serving(tmp_path, tables) as server:
@@ -164,6 +100,3 @@ def test_ctrl_c_lets_streams_end_within_the_drain_time_and_tells_longer_ones(tmp
         assert server.process.wait(60) == 0
         assert server.process.stdout is not None
         assert server.process.stdout.read() == ""  # nothing in red
-
-
-URI = data_uri(encoded(slope()))

@@ -121,14 +121,14 @@ async def test_a_room_whose_quarantine_stays_full_is_not_ready_finishes_its_stre
 ):
     monkeypatch.setattr(text_room, "SPENT_S", 1.0)
     async with relay_with_processes(tmp_path, quarantine_bound=1) as (relay, decode, producers):
-        whole = (await relay.run(relay.task(question(1), max_tokens=400))).ids()
+        whole = (await relay.run(relay.task(question(1), max_tokens=250))).ids()
 
         async def opened(host: str):
             return decode.room.endpoint
 
         decode.open = opened
         serving = asyncio.create_task(process.serve(decode, "127.0.0.1", drain_s=30.0))
-        long = asyncio.create_task(relay.run(relay.task(question(1), max_tokens=400)))
+        long = asyncio.create_task(relay.run(relay.task(question(1), max_tokens=250)))
         await until(
             lambda: decode.engine.helds() and decode.engine.helds()[0].stage == "running", 5
         )
