@@ -1,14 +1,16 @@
-"""The three rooms on one or two devices: `python -m benchmarks.device_rooms [--device cuda]`.
+"""The three rooms on one or two devices: `python -m benchmarks.device_rooms [--devices 1|2]`.
 
-Processes without Ray, NIXL on the device's memory, the bundled checkpoint in fp32 and bf16. Asks
-the held-out questions, gives 50 requests up half-way, plants every change of bytes of the loss
-tests, and looks whether anything is left. Prints one line a check and keeps them as JSON lines.
+Processes without Ray, NIXL on the device's memory, the bundled checkpoint in fp32 and bf16; with
+two devices decode has the second. Asks the held-out questions, gives 50 requests up half-way,
+plants every change of bytes of the loss tests, and looks whether anything is left. Prints one line
+a check and keeps them as JSON lines.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -29,10 +31,10 @@ from router.desk import Desk
 from router.jobs import Task
 from router.prompt.tools import CallArguments, CallStart, Content, ReplyParser
 from tests.support.golden import NANO, NANO_EVAL
-from tests.support.harm import KINDS, Harm
+from tests.support.harm import KINDS, tell
 from tests.support.processes import write_settings
 from tests.support.questions import arguments, referenced
-from tests.support.relay import Relay, changed, in_process, with_processes
+from tests.support.relay import Relay, with_processes
 from tests.support.scenes import as_sent
 
 AT_ONCE = 16
@@ -122,28 +124,26 @@ async def cancels(relay: Relay, dtype: str) -> None:
     keep("cancels", dtype=dtype, given_up=given_up, of=50, left=0)
 
 
-async def losses(settings: Settings, dtype: str) -> None:
+async def losses(relay: Relay, orders: Path, dtype: str) -> None:
     """Every harm at both sides: refused by name."""
-    named = {}
+    named, numbers = {}, itertools.count(1)
     for kind, part in KINDS.items():
         for side in ("producer", "receiver"):
-            async with in_process(settings, encoder=1) as relay:
-                harm = Harm(kind, side)
-                harm.plant(relay)
-                names = ["nano-20001-015", "nano-20001-000"]
-                if kind != "embedding row":
-                    names[1] = "nano-20001-009"
-                before, case = (referenced()[name] for name in names)
-                await relay.run(relay.task(before["reference"]["prompt_ids"], **arguments(before)))
-                harm.left = 2
-                try:
-                    await relay.run(relay.task(case["reference"]["prompt_ids"], **arguments(case)))
-                    found = "not refused"
-                except HandoffRefused as refused:
-                    found = refused.part
-                named[f"{kind} at {side}"] = found if found != part else "refused"
-                await relay.nothing_left()
-    keep("losses", dtype=dtype, **named)
+            names = ["nano-20001-015", "nano-20001-000"]
+            if kind != "embedding row":
+                names[1] = "nano-20001-009"
+            before, case = (referenced()[name] for name in names)
+            tell(orders, next(numbers))
+            await relay.run(relay.task(before["reference"]["prompt_ids"], **arguments(before)))
+            tell(orders, next(numbers), kind, side, 2)
+            try:
+                await relay.run(relay.task(case["reference"]["prompt_ids"], **arguments(case)))
+                found = "not refused"
+            except HandoffRefused as refused:
+                found = refused.part
+            named[f"{kind} at {side}"] = found if found != part else "refused"
+            await relay.nothing_left()
+    keep("losses", dtype=dtype, devices=torch.cuda.device_count(), **named)
 
 
 async def check(device: str, decode_device: str, dtype: str, folder: Path) -> None:
@@ -158,19 +158,22 @@ async def check(device: str, decode_device: str, dtype: str, folder: Path) -> No
     async with with_processes(path, encoder=1, decode_path=decode_path) as relay:
         await questions(relay, settings, dtype)
         await cancels(relay, dtype)
-    if decode_device == device:  # the rooms of one process share its settings
-        await losses(changed(settings), dtype)
+    orders = folder / f"{dtype}-harm.json"
+    tell(orders, 0)
+    harmed = with_processes(path, encoder=1, decode_path=decode_path, harm=orders)
+    async with harmed as relay:
+        await losses(relay, orders, dtype)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--decode-device", default="", help="default: the same")
+    parser.add_argument("--devices", type=int, choices=(0, 1, 2), default=1, help="0: the CPU")
     parser.add_argument("--dtype", nargs="*", default=["float32", "bfloat16"])
     args = parser.parse_args()
+    device, decode_device = ("cuda:0", f"cuda:{args.devices - 1}") if args.devices else ("cpu",) * 2
     with tempfile.TemporaryDirectory() as folder:
         for dtype in args.dtype:
-            asyncio.run(check(args.device, args.decode_device or args.device, dtype, Path(folder)))
+            asyncio.run(check(device, decode_device, dtype, Path(folder)))
 
 
 if __name__ == "__main__":

@@ -281,23 +281,23 @@ def digests(report: Report) -> None:
 
     state = randn(2, 69, 96, 128, 128)
     window = randn(2, 69, 96, 3, 3, 128, dtype=BF16)
-    pages, listed = randn(140, 24, 64, 576, dtype=BF16), torch.randperm(140, device="cuda")[:128]
+    pages, listed = randn(140, 24, 64, 576, dtype=BF16), torch.randperm(140)[:128].tolist()
 
-    def whole(words: Callable[..., Any], paged: Callable[..., Any]) -> None:
-        words(state[1])
-        words(window[1])
-        paged()
+    parts = [
+        digest.Rows(values=state[1:], at=0),
+        digest.Rows(values=window[1:], at=69),
+        digest.Rows(values=pages, at=138, pages=listed),
+    ]
+    summing = digest.Summing([str(number) for number in range(162)], pages.device)
+
+    def slow() -> None:
+        for part in parts:
+            rows = part.values if part.pages is None else part.values[listed]
+            reference.digest_pages(rows)
 
     moved = 69 * 96 * 128 * (128 * 4 + 18) + 128 * 24 * 64 * 576 * 2
-    case = {"bytes": moved}
-    call = [lambda: whole(digest.digest_words, lambda: digest.digest_listed(pages, listed, 64))]
-    report("digest", case, "body", call, bytes_=moved)
-    slow = [
-        lambda: whole(
-            lambda x: reference.digest_pages(x[None]), lambda: reference.digest_pages(pages[listed])
-        )
-    ]
-    report("digest", case, "definition", slow, bytes_=moved)
+    for who, call in (("body", lambda: summing.add(parts)), ("definition", slow)):
+        report("digest", {"bytes": moved}, who, [call] * 4, bytes_=moved, graph=False)
 
 
 def attention(report: Report) -> None:

@@ -13,7 +13,7 @@ from common.cache.layout import STATE_DTYPE, conv_shape, facts, size_of, state_s
 from common.config.checkpoint import TextSpec
 from common.contract.regions import Span
 from common.errors import HandoffRefused
-from common.ops.digest import Signature, digest_words, signature
+from common.ops.digest import Rows, Signature, Summing
 
 
 class StatePool:
@@ -44,6 +44,11 @@ class StatePool:
         self.conv = torch.zeros((slots, *conv_shape(spec)), dtype=dtype, device=device)
         self.state_bytes = size_of(state_shape(spec), STATE_DTYPE)
         self.conv_bytes = size_of(conv_shape(spec), dtype)
+        self._names = {
+            (kind, prefix): tuple(f"{prefix}{kind}:{layer}" for layer in self.layers)
+            for kind in ("state", "conv")
+            for prefix in ("", "canary_")
+        }
         self._headers: list[tuple[bytes, int]] = [(b"", 0)] * slots
         self._layout = {
             "state": facts(state_shape(spec), STATE_DTYPE, layers=spec.kda_layers),
@@ -109,12 +114,30 @@ class StatePool:
 
     def sign(self, slot: int, *, prefix: str = "") -> Signature:
         """Digest the slot as it is now: "<prefix>state:<layer>" and "<prefix>conv:<layer>"."""
-        signed = Signature()
-        for kind, values in (("state", self.state[slot]), ("conv", self.conv[slot])):
-            first = self.first_head * values.shape[2:].numel() * values.element_size() // 4
-            found = digest_words(values, first)
-            signed = signed | signature(f"{prefix}{kind}", self.layers, *found)
-        return signed
+        kinds, count = ("state", "conv"), len(self.layers)
+        names = [name for kind in kinds for name in self.names(kind, prefix)]
+        summing = Summing(names, self.state.device)
+        rows = [self.rows(kind, slot, 0, count, at * count) for at, kind in enumerate(kinds)]
+        summing.add([row for some in rows for row in some])
+        return summing.signature()
+
+    def names(self, kind: str, prefix: str = "") -> tuple[str, ...]:
+        """What the digests of a kind are called, by layer."""
+        return self._names[kind, prefix]
+
+    def rows(self, kind: str, slot: int, low: int, high: int, at: int) -> list[Rows]:
+        """The slot's layers from number `low` to before `high`, to be digested.
+
+        Args:
+            kind: "state" or "conv".
+            slot: whose.
+            low: number of the first layer, counted among the KDA layers.
+            high: number behind the last.
+            at: where layer 0 stands among the names.
+        """
+        values = (self.state if kind == "state" else self.conv)[slot, low:high]
+        first = self.first_head * values.shape[2:].numel() * values.element_size() // 4
+        return [Rows(values=values[None], at=at + low, first=first)]
 
     def _absorbed(self, slot: int, nonce: bytes) -> int:
         owner, absorbed = self._headers[slot]

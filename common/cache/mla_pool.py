@@ -8,13 +8,14 @@ page is free is the allocator's business.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from common.cache.layout import PAGE_TOKENS, facts, latent_shape, size_of
 from common.config.checkpoint import TextSpec
 from common.contract.regions import Span
-from common.ops.digest import Signature, digest_listed, signature
+from common.ops.digest import Rows, Signature, Summing, digest_listed
 
 
 def pages_of(num_tokens: int) -> int:
@@ -31,6 +32,7 @@ class LatentPool:
         """Allocate zeroed memory for `pages` pages."""
         shape = latent_shape(spec)
         self.layers = spec.mla_layers
+        self.names = tuple(f"latent:{layer}" for layer in self.layers)  # of the digests
         self.pages = torch.zeros((pages, *shape), dtype=dtype, device=device)
         self.page_bytes = size_of(shape, dtype)
         self.page_words = (
@@ -47,17 +49,12 @@ class LatentPool:
 
     def spans(self, pages: Sequence[int]) -> tuple[Span, ...]:
         """Where a request's pages lie, in order; neighbours in memory are merged."""
-        spans: list[Span] = []
-        for page in pages:
-            offset = page * self.page_bytes
-            if spans and spans[-1].offset + spans[-1].size == offset:
-                last = spans.pop()
-                spans.append(
-                    Span(pool="latent", offset=last.offset, size=last.size + self.page_bytes)
-                )
-            else:
-                spans.append(Span(pool="latent", offset=offset, size=self.page_bytes))
-        return tuple(spans)
+        starts = [at for at, page in enumerate(pages) if not at or pages[at - 1] + 1 != page]
+        size = self.page_bytes
+        return tuple(
+            Span(pool="latent", offset=pages[start] * size, size=(end - start) * size)
+            for start, end in pairwise([*starts, len(pages)])
+        )
 
     def open(self, pages: Sequence[int]) -> None:
         """Forget the digests kept with these pages: a new owner will fill them anew."""
@@ -73,7 +70,7 @@ class LatentPool:
         """
         if not pages:
             return
-        sums, finite = self._measure(pages, first, PAGE_TOKENS)
+        sums, finite = digest_listed(self.pages, pages, PAGE_TOKENS, first * self.page_words)
         index = torch.tensor(list(pages), device=self.pages.device)
         self._sums[index], self._finite[index] = sums, finite
         for position, page in enumerate(pages, start=first):
@@ -89,30 +86,57 @@ class LatentPool:
         Raises:
             ValueError: a full page was never signed, or was signed at another position.
         """
-        full, rest = divmod(num_tokens, PAGE_TOKENS)
+        summing = Summing(self.names, self.pages.device)
+        self.add_kept(pages, num_tokens, summing, 0)
+        full = num_tokens // PAGE_TOKENS
+        summing.add(self.rows(pages, num_tokens, 0, full, full + 1))
+        return summing.signature()
+
+    def add_kept(self, pages: Sequence[int], num_tokens: int, summing: Summing, at: int) -> None:
+        """Add the digests kept with the full pages; errors as of `signed`.
+
+        Args:
+            pages: all pages of the request in order.
+            num_tokens: tokens the request has.
+            summing: where to.
+            at: where the first layer stands among its names.
+        """
+        full = num_tokens // PAGE_TOKENS
         for position in range(full):
             if self._signed_as[pages[position]] != position:
                 raise ValueError(
                     f"page {pages[position]} is not signed as page {position} of its request"
                 )
         index = torch.tensor(list(pages[:full]), dtype=torch.int64, device=self.pages.device)
-        sums, finite = self._sums[index].sum(0), self._finite[index].all(0)
-        if rest:
-            tail_sums, tail_finite = self._measure(pages[full : full + 1], full, rest)
-            sums, finite = sums + tail_sums[0], finite & tail_finite[0]
-        return signature("latent", self.layers, sums, finite)
+        summing.add_known(at, self._sums[index].sum(0), self._finite[index].all(0))
 
     def measure(self, pages: Sequence[int], num_tokens: int) -> Signature:
         """The request's digests over memory as it is now: what a receiver compares."""
+        summing = Summing(self.names, self.pages.device)
+        summing.add(self.rows(pages, num_tokens, 0, 0, len(pages)))
+        return summing.signature()
+
+    def rows(
+        self, pages: Sequence[int], num_tokens: int, at: int, low: int, high: int
+    ) -> list[Rows]:
+        """A request's pages from position `low` to before `high`, to be digested.
+
+        Args:
+            pages: all pages of the request in order.
+            num_tokens: tokens the request has; only these are covered.
+            at: where the first layer stands among the names.
+            low: position of the first page.
+            high: position behind the last.
+        """
         full, rest = divmod(num_tokens, PAGE_TOKENS)
-        sums = torch.zeros(len(self.layers), dtype=torch.int64, device=self.pages.device)
-        finite = torch.ones(len(self.layers), dtype=torch.bool, device=self.pages.device)
-        parts = [(pages[:full], 0, PAGE_TOKENS), (pages[full : full + 1], full, rest)]
-        for part, first, tokens in parts:
-            if part and tokens:
-                part_sums, part_finite = self._measure(part, first, tokens)
-                sums, finite = sums + part_sums.sum(0), finite & part_finite.all(0)
-        return signature("latent", self.layers, sums, finite)
+        cuts = [(pages[low : min(high, full)], low, PAGE_TOKENS)]
+        if low <= full < high and rest:
+            cuts.append((pages[full : full + 1], full, rest))
+        return [
+            Rows(values=self.pages, at=at, first=first * self.page_words, pages=some, tokens=tokens)
+            for some, first, tokens in cuts
+            if some
+        ]
 
     def zero_rest(self, pages: Sequence[int], num_tokens: int) -> None:
         """Clear what lies behind the request's last token on its last page."""
@@ -125,10 +149,3 @@ class LatentPool:
         self.pages[dst].copy_(self.pages[src])
         self._sums[dst], self._finite[dst] = self._sums[src], self._finite[src]
         self._signed_as[dst] = self._signed_as[src]
-
-    def _measure(
-        self, pages: Sequence[int], first: int, tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Digests [n, L] and finiteness [n, L] of the first `tokens` tokens of each page."""
-        index = torch.tensor(list(pages), dtype=torch.int64, device=self.pages.device)
-        return digest_listed(self.pages, index, tokens, first * self.page_words)

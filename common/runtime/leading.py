@@ -35,7 +35,6 @@ from common.runtime.orders import (
     Ended,
     Freed,
     Here,
-    Measure,
     Measured,
     Mirrored,
     Order,
@@ -43,6 +42,7 @@ from common.runtime.orders import (
     Sign,
 )
 from common.runtime.part import Plan, first_word, read_part
+from common.runtime.place import Place
 from common.transfer.link import Source
 
 POLL_S = 0.02  # how soon a wait for ranks notices a cancel
@@ -114,17 +114,21 @@ class Leading:
 
     def pull(
         self,
+        place: Place,
         reads: Mapping[int, Sequence[Source]],
         deadline_s: float,
         on_free: Callable[[], None],
-    ) -> list[Future[None]]:
-        """Let ranks READ; `on_free` is called once for each when its destination is free again."""
+    ) -> list[Future[Signature]]:
+        """Let ranks READ into a place and digest what arrives.
+
+        `on_free` is called once for each when its destination is free again.
+        """
         futures = []
         for rank, sources in reads.items():
             number = next(self._numbers)
             asked = self._ask(rank, number, on_free)
             posted = tuple((peer, tuple(pairs)) for peer, pairs in sources)
-            order = Pull(number=number, sources=posted, deadline_s=deadline_s)
+            order = Pull(number=number, place=place, sources=posted, deadline_s=deadline_s)
             self._tell(rank, order)
             futures.append(asked.future)
         return futures
@@ -165,13 +169,13 @@ class Leading:
         """The ranks of a lane, the leader among those of the first."""
         return range(lane * self.mesh.tensor, (lane + 1) * self.mesh.tensor)
 
-    def measure(self, lane: int, make: Callable[[int], Measure | Sign]) -> list[Future[Signature]]:
-        """Let a lane's other ranks digest their memory; `make(number)` is the order."""
+    def sign(self, lane: int, place: Place) -> list[Future[Signature]]:
+        """Let a lane's other ranks digest what passes left in a place."""
         futures = []
         for rank in filter(None, self.ranks(lane)):
             number = next(self._numbers)
             futures.append(self._ask(rank, number, None).future)
-            self._tell(rank, make(number))
+            self._tell(rank, Sign(number=number, place=place))
         return futures
 
     def ask_all(self, make: Callable[[int, int], Order | None]) -> list[Future[Any]]:
@@ -228,15 +232,12 @@ class Leading:
             return
         if isinstance(order, Freed):
             _free(asked)
-        elif isinstance(order, Measured):
-            found = Signature(sums=order.sums, unsound=order.unsound)
-            asked.future.set_result(found)
         elif isinstance(order, Counted):
             asked.future.set_result(order.rows)
-        elif order.code:
+        elif isinstance(order, Ended) and order.code:
             asked.future.set_exception(_error(order))
         else:
-            asked.future.set_result(None)
+            asked.future.set_result(Signature(sums=order.sums, unsound=order.unsound))
 
     def _lost(self, reason: str, tell: bool = True) -> None:
         with self._lock:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from common.cache.allocator import Allocator
 from common.cache.kda_pool import StatePool
+from common.cache.layout import PAGE_TOKENS
 from common.cache.mla_pool import LatentPool
 from common.config.spec import TextSpec
 from common.contract.regions import PoolInfo
 from common.model.batch import Memory
+from common.ops.digest import Rows, Signature, Summing
+from common.runtime.place import Place, Stretch, stretches_of
 from common.transfer.link import Link
 
 Mirror = Callable[..., None]  # what, and its numbers
@@ -62,6 +65,34 @@ class TextMemory:
             link.register("latent", self.latents.pages),
         )
 
+    def stretches(self, place: Place) -> list[Stretch]:
+        """A request's memory, kind by kind."""
+        return stretches_of(self.states, self.latents, place)
+
+    def summing(self, stretches: Sequence[Stretch]) -> Summing:
+        """Digests of these kinds, in order, with nothing added."""
+        names = [name for stretch in stretches for name in stretch.names]
+        return Summing(names, self.latents.pages.device)
+
+    def measure(self, place: Place) -> Signature:
+        """A request's digests over memory as it is now."""
+        stretches = self.stretches(place)
+        return _summed(self.summing(stretches), stretches, {})
+
+    def signed(self, place: Place) -> Signature:
+        """The same, of full pages the digests that were kept when they were filled.
+
+        Raises:
+            ValueError: a full page was never signed, or was signed at another position.
+        """
+        stretches, at = self.stretches(place), 0
+        summing = self.summing(stretches)
+        for stretch in stretches:
+            if stretch.kind == "latent":
+                self.latents.add_kept(place.pages, place.tokens, summing, at)
+            at += len(stretch.names)
+        return _summed(summing, stretches, {"latent": place.tokens // PAGE_TOKENS})
+
     def begin(self, slot: int, nonce: bytes) -> None:
         """Make a slot `nonce`'s, empty."""
         self._tell("clear_slot", slot)
@@ -101,3 +132,13 @@ class TextMemory:
     def _tell(self, what: str, *numbers: int) -> None:
         if self._mirror is not None:
             self._mirror(what, *numbers)
+
+
+def _summed(summing: Summing, stretches: Sequence[Stretch], first: Mapping[str, int]) -> Signature:
+    """Add every kind from its `first` unit on, in one launch, and wait for the sums."""
+    at, rows = 0, list[Rows]()
+    for stretch in stretches:
+        rows += stretch.rows(first.get(stretch.kind, 0), stretch.count, at)
+        at += len(stretch.names)
+    summing.add(rows)
+    return summing.signature()

@@ -94,7 +94,7 @@ class Moving:
                 found.setdefault(rank, []).append((here, there))
         sources = [(self._peers[rank], pairs) for rank, pairs in found.items()]
         if sources:
-            receiver.fetch_all(sources, READ_S, lambda: False, self._reading.release)
+            receiver.fetch_all([sources], READ_S, lambda: False, self._reading.release)
         else:
             self._reading.release()
         return _digests(self._landing.items(), range(len(places)))

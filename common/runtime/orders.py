@@ -14,8 +14,9 @@ import torch
 from common.contract.messages import Endpoint
 from common.contract.regions import Agent, PoolInfo, Span
 from common.model.batch import Share, StepBatch
+from common.runtime.place import Place
 
-VERSION = 2
+VERSION = 3
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -133,9 +134,10 @@ class Mirrored(Order, frozen=True, kw_only=True):
 
 
 class Pull(Order, frozen=True, kw_only=True):
-    """READ these (local, remote) spans; answered by `Ended`, later by `Freed`."""
+    """READ (local, remote) spans into a place and digest them; answered by `Ended` and `Freed`."""
 
     number: int
+    place: Place
     sources: tuple[tuple[Endpoint, tuple[tuple[Span, Span], ...]], ...]
     deadline_s: float
 
@@ -147,11 +149,13 @@ class Abandon(Order, frozen=True, kw_only=True):
 
 
 class Ended(Order, frozen=True, kw_only=True):
-    """How a READ ended for the request: no `code`, or the error's."""
+    """How a READ ended for the request: what arrived, or the error's `code`."""
 
     number: int
     code: str = ""
     text: str = ""
+    sums: dict[str, int] = {}
+    unsound: tuple[str, ...] = ()
 
 
 class Freed(Order, frozen=True, kw_only=True):
@@ -160,24 +164,11 @@ class Freed(Order, frozen=True, kw_only=True):
     number: int
 
 
-class Measure(Order, frozen=True, kw_only=True):
-    """Digest a request's slot and pages as they are, then clear the rest of the last page."""
-
-    number: int
-    slot: int
-    canary_slot: int  # -1: none
-    pages: tuple[int, ...]
-    tokens: int
-
-
 class Sign(Order, frozen=True, kw_only=True):
     """Digest what the passes before it made of a request; answered by `Measured`, in its turn."""
 
     number: int
-    slot: int
-    canary_slot: int  # -1: none
-    pages: tuple[int, ...]  # full ones were signed when they were filled
-    tokens: int
+    place: Place  # full pages were signed when they were filled
 
 
 class Measured(Order, frozen=True, kw_only=True):
@@ -213,7 +204,6 @@ AnyOrder = (
     | Abandon
     | Ended
     | Freed
-    | Measure
     | Sign
     | Measured
     | Failed

@@ -8,6 +8,7 @@ settings as JSON on standard input and the secret in BATON_SECRET.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from common.ops.digest import Signature
 from common.parallel.placement import Placement
 from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
+from common.runtime.landing import Landing
 from common.runtime.memory import TextMemory
 from common.runtime.moving import Moving
 from common.runtime.orders import (
@@ -41,7 +43,6 @@ from common.runtime.orders import (
     Fetch,
     Freed,
     Here,
-    Measure,
     Measured,
     Mirrored,
     Order,
@@ -53,6 +54,7 @@ from common.runtime.orders import (
     Weigh,
 )
 from common.runtime.part import Plan, first_word, read_part
+from common.runtime.place import Place
 from common.transfer.nixl import NixlLink
 from common.transfer.receiver import Receiver
 
@@ -93,7 +95,7 @@ class Rank:
             elif isinstance(order, Mirrored) and order.what in MIRRORED:
                 getattr(self._memory, order.what)(*order.numbers)
             elif isinstance(order, Sign):
-                self._tell_signed(order.number, sign(self._memory, order))
+                self._tell_signed(order.number, sign(self._memory, order.place))
             elif isinstance(order, Count):
                 rows = self._model.load()
                 self._channel.send(Counted(number=order.number, rows=rows))
@@ -111,8 +113,6 @@ class Rank:
                 self._channel.send(Pong())
             elif isinstance(order, Pull):
                 self._threads.submit(self._guarded, partial(self._pull, order))
-            elif isinstance(order, Measure):
-                self._threads.submit(self._guarded, partial(self._measure, order))
             elif isinstance(order, Fetch | Weigh):
                 self._threads.submit(self._guarded, partial(self._weigh, order))
             elif isinstance(order, Agents) and self._moving is not None:
@@ -131,18 +131,28 @@ class Rank:
             self._channel.send(Failed(reason=str(error)))
 
     def _pull(self, order: Pull) -> None:
-        number = order.number
+        number, landing = order.number, Landing(self._memory, order.place)
+        writers = itertools.count(1)
+
+        def let_go() -> None:
+            """The READ has ended, or this thread writes no more; the second frees the place."""
+            if next(writers) == 2:
+                self._channel.send(Freed(number=number))
+
         try:
             self._receiver.fetch_all(
-                order.sources,
+                landing.pieces(order.sources),
                 order.deadline_s,
                 lambda: number in self._abandoned,
-                lambda: self._channel.send(Freed(number=number)),
+                let_go,
+                landing.landed,
             )
         except ServingError as error:
             self._channel.send(Ended(number=number, code=error.code, text=str(error)))
         else:
-            self._channel.send(Ended(number=number))
+            found = landing.signature()
+            self._channel.send(Ended(number=number, sums=found.sums, unsound=found.unsound))
+        let_go()
         self._abandoned.discard(number)
 
     def _weigh(self, order: Fetch | Weigh) -> None:
@@ -157,9 +167,6 @@ class Rank:
         else:
             self._channel.send(Measured(number=order.number, sums=sums, unsound=()))
 
-    def _measure(self, order: Measure) -> None:
-        self._tell_signed(order.number, measure(self._memory, order))
-
     def _tell_signed(self, number: int, found: Signature) -> None:
         self._channel.send(Measured(number=number, sums=found.sums, unsound=found.unsound))
 
@@ -170,24 +177,10 @@ class Rank:
                 self._receiver.sweep()
 
 
-def measure(memory: TextMemory, order: Measure) -> Signature:
-    """Digest a request's memory as it is now, then clear the rest of its last page."""
-    states, latents = memory.states, memory.latents
-    found = states.sign(order.slot) | latents.measure(order.pages, order.tokens)
-    if order.canary_slot >= 0:
-        found = found | states.sign(order.canary_slot, prefix="canary_")
-    latents.zero_rest(order.pages, order.tokens)
-    return found
-
-
-def sign(memory: TextMemory, order: Sign) -> Signature:
+def sign(memory: TextMemory, place: Place) -> Signature:
     """Digest a finished prompt's memory, after clearing the rest of its last page."""
-    states, latents = memory.states, memory.latents
-    latents.zero_rest(order.pages, order.tokens)
-    found = states.sign(order.slot) | latents.signed(order.pages, order.tokens)
-    if order.canary_slot >= 0:
-        found = found | states.sign(order.canary_slot, prefix="canary_")
-    return found
+    memory.latents.zero_rest(place.pages, place.tokens)
+    return memory.signed(place)
 
 
 def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> None:

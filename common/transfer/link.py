@@ -176,19 +176,16 @@ def pair_spans(local: Iterable[Span], remote: Iterable[Span]) -> list[Pair]:
     while mine and theirs:
         left, right = mine.pop(), theirs.pop()
         size = min(left.size, right.size)
-        pairs.append((_head(left, size), _head(right, size)))
+        pairs.append((part_of(left, 0, size), part_of(right, 0, size)))
         if left.size > size:
-            mine.append(_tail(left, size))
+            mine.append(part_of(left, size, left.size - size))
         if right.size > size:
-            theirs.append(_tail(right, size))
+            theirs.append(part_of(right, size, right.size - size))
     if mine or theirs:
         raise TransferError("local and remote spans differ in total size; nothing was read")
     return pairs
 
 
-def _head(span: Span, size: int) -> Span:
-    return Span(pool=span.pool, offset=span.offset, size=size)
-
-
-def _tail(span: Span, size: int) -> Span:
-    return Span(pool=span.pool, offset=span.offset + size, size=span.size - size)
+def part_of(span: Span, at: int, size: int) -> Span:
+    """`size` bytes of a span from its byte `at` on."""
+    return Span(pool=span.pool, offset=span.offset + at, size=size)

@@ -24,20 +24,21 @@ class MeasuredReceiver(Receiver):
 
     def fetch_all(
         self,
-        sources: Sequence[Source],
+        pieces: Sequence[Sequence[Source]],
         deadline_s: float,
         cancelled: Callable[[], bool],
         on_free: Callable[[], None],
+        landed: Callable[[int], None] | None = None,
     ) -> None:
         """As `Receiver.fetch_all`; a READ that did not complete counts as an error, by its code."""
         started = time.perf_counter()
         try:
-            super().fetch_all(sources, deadline_s, cancelled, on_free)
+            super().fetch_all(pieces, deadline_s, cancelled, on_free, landed)
         except ServingError as error:
             self._tally.add("baton_transfer_errors_total", code=error.code)
             raise
         self._tally.observe("baton_pull_seconds", time.perf_counter() - started)
-        moved = sum(local.size for _, pairs in sources for local, _ in pairs)
+        moved = sum(local.size for piece in pieces for _, pairs in piece for local, _ in pairs)
         self._tally.add("baton_pulled_bytes_total", float(moved))
 
     def verify(self, signed: Mapping[str, int], measure: Callable[[], Signature]) -> None:

@@ -17,7 +17,8 @@ from common.contract.messages import CacheTicket, EmbedTicket, Endpoint
 from common.contract.protocol import RULES, Event, Rules, State, may_read, step
 from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
 from common.ops.digest import Signature
-from common.transfer.link import Link, Pair, Read, Source, Together, at_rank
+from common.transfer.link import Link, Pair, Source, Together, at_rank
+from common.transfer.pieces import PiecedRead
 from common.transfer.verify import (
     Extent,
     check_images,
@@ -30,7 +31,8 @@ from common.transfer.verify import (
 )
 
 _NONCES_KEPT_S = 20 * RULES.lease_s  # an owner has long forgotten such a ticket
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 2e-3
+_PAUSE_SHARE = 1 / 32  # of the time a READ has taken: how late its end may be noticed
 _OBJECTIONS = {
     "epoch": "its producer was started anew since it was made",
     "nonce": "it was taken before",
@@ -42,7 +44,7 @@ class _Destination:
     """Memory that a READ writes into; `state` is one of the protocol's table of destinations."""
 
     state: State
-    read: Read
+    read: PiecedRead
     on_free: Callable[[], None]
 
 
@@ -139,24 +141,28 @@ class Receiver:
         on_free: Callable[[], None],
     ) -> None:
         """READ all pairs of one peer; see `fetch_all`."""
-        self.fetch_all([(peer, pairs)], deadline_s, cancelled, on_free)
+        self.fetch_all([[(peer, pairs)]], deadline_s, cancelled, on_free)
 
     def fetch_all(
         self,
-        sources: Sequence[Source],
+        pieces: Sequence[Sequence[Source]],
         deadline_s: float,
         cancelled: Callable[[], bool],
         on_free: Callable[[], None],
+        landed: Callable[[int], None] | None = None,
     ) -> None:
         """READ all pairs (local, remote) of all peers and return when every byte is here.
 
         Args:
-            sources: peers, and for each the local and remote spans of equal size.
+            pieces: in which the READ travels: of each the peers, and for each of these the local
+                and remote spans of equal size.
             deadline_s: seconds this may take.
             cancelled: asked while waiting.
             on_free: called exactly once, when nobody writes into the local spans any more. That is
                 before this returns or raises, unless a deadline or a cancel met a READ in progress:
                 then `sweep` calls it.
+            landed: called with the number of a piece when its bytes are here, while others travel;
+                its errors end the READ. Nothing may be used yet.
 
         Raises:
             TransferError: the READ was refused or failed.
@@ -164,23 +170,25 @@ class Receiver:
         """
         until = self._clock() + deadline_s
         try:
-            read = Together().post(self._link, sources)
+            read = PiecedRead(lambda piece: Together().post(self._link, piece), pieces, landed)
         except TransferError:
             on_free()
             raise
         destination = _Destination(self._after(State.HELD, Event.POST), read, on_free)
-        pause, named = _FIRST_PAUSE_S, ", ".join(peer.id for peer, _ in sources)
+        named = ", ".join(sorted({peer.id for piece in pieces for peer, _ in piece}))
         while not self._ends(destination):
-            late = self._clock() >= until
+            left_s = until - self._clock()
+            late = left_s <= 0
             if late or cancelled():
+                read.give_up()
                 destination.state = self._after(destination.state, Event.ABANDON)
                 with self._lock:
                     self._quarantine.append(destination)
                 if late:
                     raise DeadlineExceeded(f"a READ from {named} took over {deadline_s:.1f} s")
                 raise Cancelled(f"cancelled while reading from {named}")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause_s = (deadline_s - left_s) * _PAUSE_SHARE
+            time.sleep(min(max(_FIRST_PAUSE_S, pause_s), _LONGEST_PAUSE_S))
 
     def verify(self, signed: Mapping[str, int], measure: Callable[[], Signature]) -> None:
         """Measure what arrived and compare it with what was signed.
@@ -227,13 +235,13 @@ class Receiver:
         """Poll once: whether the READ is done. Its end, good or bad, is noted and told.
 
         Raises:
-            TransferError: it failed.
+            TransferError: it failed; or what `landed` raised.
         """
         failure = None
         try:
             if not destination.read.poll():
                 return False
-        except TransferError as error:
+        except Exception as error:  # raised further on: the destination is free all the same
             failure = error
         event = Event.DONE if failure is None else Event.FAIL
         destination.state = self._after(destination.state, event)

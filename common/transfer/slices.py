@@ -15,7 +15,7 @@ from common.config.spec import TextSpec
 from common.contract.regions import Span
 from common.errors import ConfigError, HandoffRefused
 from common.ops.digest import Signature
-from common.transfer.link import Pair, pair_spans
+from common.transfer.link import Pair, pair_spans, part_of
 
 STATE_ITEM = 4  # bytes of a value of recurrent state
 REPLICATED = "latent"  # the kind that every tensor rank holds whole
@@ -107,8 +107,8 @@ def pairs_by_source(
     pairs: dict[int, list[Pair]] = {}
     for part in table:
         pair = (
-            _within(local, part.local, part.size),
-            _within(remote[part.source], part.remote, part.size),
+            part_of(local, part.local, part.size),
+            part_of(remote[part.source], part.remote, part.size),
         )
         pairs.setdefault(part.source, []).append(pair)
     return pairs
@@ -192,7 +192,3 @@ def _only(signed: Signature, *, copies: bool) -> Signature:
         sums={name: value for name, value in signed.sums.items() if wanted(name)},
         unsound=tuple(filter(wanted, signed.unsound)),
     )
-
-
-def _within(slot: Span, offset: int, size: int) -> Span:
-    return Span(pool=slot.pool, offset=slot.offset + offset, size=size)

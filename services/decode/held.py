@@ -22,6 +22,7 @@ from common.grammar.library import Matcher
 from common.model.batch import Share
 from common.runtime.loop import promise
 from common.runtime.memory import TextMemory
+from common.runtime.place import Place
 from common.sampling.sampler import Row, mask_of
 
 
@@ -72,6 +73,16 @@ class Held:
         """Pages that the hand-off fills: the shared ones and the first choice's partial one."""
         count = pages_of(self.reserve.prompt_tokens)
         return (self.shared_pages + self.own_pages[0])[:count]
+
+    @property
+    def prompt_place(self) -> Place:
+        """Where the hand-off lands."""
+        return Place(
+            slot=self.slots[0],
+            pages=self.prompt_pages,
+            tokens=self.reserve.prompt_tokens,
+            canary_slot=self.canary_slot,
+        )
 
     def num_pages(self) -> int:
         """Pages held, each counted once."""

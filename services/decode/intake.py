@@ -18,6 +18,7 @@ from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
 from common.ops.digest import Signature
 from common.runtime.identity import Identity
+from common.runtime.landing import Landing
 from common.runtime.memory import TextMemory
 from common.runtime.text_room import Claim
 from common.transfer.link import Source, at_rank
@@ -58,7 +59,7 @@ class Intake:
         tamper: Tamper | None = None,
     ) -> None:
         """`whole` is the memory of a slot over all ranks; `claim` renews a ticket at its owner;
-        `tamper` changes bytes between DONE and verification, only with [testing].
+        `tamper` changes bytes that arrived before they are digested, only with [testing].
         """
         self._whole = whole
         self._memory, self._receiver, self._identity = memory, receiver, identity
@@ -83,11 +84,9 @@ class Intake:
             for _ in range(self.readers):
                 read_ended()
             raise
-        self._read(held, reads, min(self._deadline_s, job.deadline_s), read_ended)
+        measure = self._read(held, reads, min(self._deadline_s, job.deadline_s), read_ended)
         pulled = time.monotonic()
-        if self.tamper is not None:
-            self.tamper(held, self._memory)
-        self._verify(held, job)
+        self._receiver.verify(job.ticket.seal.digests, measure)
         if job.sampling.grammar is not None:
             held.matcher = self._grammars.matcher(job.sampling.grammar)
         now = time.monotonic()
@@ -120,14 +119,33 @@ class Intake:
         reads: list[list[Source]],
         deadline_s: float,
         read_ended: Callable[[], None],
-    ) -> None:
-        """READ everything; `read_ended` is called once for each reader."""
-        self._receiver.fetch_all(reads[0], deadline_s, lambda: held.stage != "fetching", read_ended)
+    ) -> Callable[[], Signature]:
+        """READ everything, each piece digested while the next ones travel.
 
-    def _verify(self, held: Held, job: DecodeJob) -> None:
-        """Compare what arrived with what was signed, and clear what lies behind it."""
-        self._receiver.verify(job.ticket.seal.digests, lambda: self._measure(held))
-        self._memory.latents.zero_rest(held.prompt_pages, held.reserve.prompt_tokens)
+        Args:
+            held: whose.
+            reads: what each reader READs.
+            deadline_s: seconds this may take.
+            read_ended: called once for each reader.
+
+        Returns:
+            What says what arrived; it waits for the digests.
+        """
+        landing = Landing(self._memory, held.prompt_place)
+
+        def landed(number: int) -> None:
+            if self.tamper is not None:
+                self.tamper(held, self._memory)
+            landing.landed(number)
+
+        self._receiver.fetch_all(
+            landing.pieces(reads[0]),
+            deadline_s,
+            lambda: held.stage != "fetching",
+            read_ended,
+            landed,
+        )
+        return landing.signature
 
     def _check(self, held: Held, job: DecodeJob) -> dict[str, list[Span]]:
         """Renew and check the ticket, canary included; this rank's own spans by kind."""
@@ -160,11 +178,3 @@ class Intake:
             lease_left_s=left_s,
         )
         return local
-
-    def _measure(self, held: Held) -> Signature:
-        states, latents = self._memory.states, self._memory.latents
-        found = states.sign(held.slots[0])
-        found = found | latents.measure(held.prompt_pages, held.reserve.prompt_tokens)
-        if held.canary_slot >= 0:
-            found = found | states.sign(held.canary_slot, prefix="canary_")
-        return found

@@ -18,7 +18,7 @@ from common.grammar.library import Matcher
 from common.ops.digest import Signature
 from common.runtime.leading import Leading
 from common.runtime.memory import TextMemory
-from common.runtime.orders import Sign
+from common.runtime.place import Place
 from common.runtime.rank import sign
 from common.sampling.sampler import Row, mask_of, sample
 from common.transfer.owner import Owner
@@ -44,6 +44,16 @@ class Finished:
     compute_s: float
     matcher: Matcher | None = None  # at the answer's beginning
 
+    @property
+    def place(self) -> Place:
+        """What its ticket names."""
+        return Place(
+            slot=self.slot,
+            pages=self.pages,
+            tokens=len(self.job.token_ids),
+            canary_slot=self.canary_slot,
+        )
+
 
 class Signer:
     """Digests a finished request's memory: here, and on the other ranks of its lane."""
@@ -64,19 +74,11 @@ class Signer:
             RoomLost, DeadlineExceeded: a rank did not answer.
         """
 
-        def order(number: int) -> Sign:
-            return Sign(
-                number=number,
-                slot=work.slot,
-                canary_slot=work.canary_slot,
-                pages=work.pages,
-                tokens=len(work.job.token_ids),
-            )
-
+        place = work.place
         if self._leading is None:
-            return sign(work.memory, order(0))
-        asked = self._leading.measure(work.memory.lane, order)
-        own = [] if work.memory.lane else [sign(work.memory, order(0))]
+            return sign(work.memory, place)
+        asked = self._leading.sign(work.memory.lane, place)
+        own = [] if work.memory.lane else [sign(work.memory, place)]
         return whole([*own, *self._leading.await_all(asked, SIGN_S, lambda: False)])
 
 

@@ -11,9 +11,10 @@ import pytest
 
 from common.config.settings import Settings
 from common.errors import HandoffRefused
-from tests.support.harm import KINDS, Harm
+from tests.support.harm import KINDS, Harm, tell
+from tests.support.processes import write_settings
 from tests.support.questions import arguments, referenced
-from tests.support.relay import Relay, changed, in_process
+from tests.support.relay import Relay, changed, in_process, with_processes
 
 PICTURE = ["nano-20001-000", "nano-20001-016"]
 BEFORE = "nano-20001-015"  # the request before
@@ -73,3 +74,20 @@ async def test_the_same_changes_give_wrong_answers_without_verification(kind):
         harm.left = len(ids)
         wrong = [name for name in ids if await ask(relay, name) != right(name)]
         assert wrong, "the answers survived; the hook proves nothing"
+
+
+@pytest.mark.slow
+async def test_rooms_of_their_own_processes_are_told_what_to_change(tmp_path):
+    orders = tmp_path / "harm.json"
+    tell(orders, 0)
+    path = write_settings(tmp_path / "settings.toml", {"server": {"port": 0, "admin_port": 0}})
+    async with with_processes(path, encoder=1, harm=orders) as relay:
+        assert await ask(relay, BEFORE) == right(BEFORE)
+        for number, (kind, side) in enumerate(HARMS, 1):
+            name = (PICTURE if kind == "embedding row" else TEXT)[0]
+            tell(orders, number, kind, side, 2)
+            with pytest.raises(HandoffRefused) as refused:
+                await ask(relay, name)
+            assert refused.value.part == KINDS[kind]
+            await relay.nothing_left()
+        assert await ask(relay, name) == right(name)

@@ -17,6 +17,7 @@ from common.ops.act import triton as fast_act
 from common.ops.attnres import triton as fast_attnres
 from common.ops.conv import triton as fast_conv
 from common.ops.digest import reference as slow_digest
+from common.ops.digest import Rows, Summing
 from common.ops.digest import triton as fast_digest
 from common.ops.mla import triton as fast_mla
 from common.ops.mla import triton_chunk as mla_chunk
@@ -206,20 +207,41 @@ def test_causal_attention_of_the_release_equals_its_definition() -> None:
 def test_digests_are_the_same_integers_and_name_what_is_not_finite(dtype: torch.dtype) -> None:
     values = randn(4, 3, 70, 6, dtype=dtype)
     values[2, 1, 3, 3], values[0, 2, 0, 0] = float("nan"), float("inf")
-    sums, finite = fast_digest.launch(values, None, 4, 420, 10**12 + 3, block=64, programs=20)
+    sums, finite = fast_digest.digest_pages(values, 10**12 + 3)
     sums_wanted, finite_wanted = slow_digest.digest_pages(values, 10**12 + 3)
     assert torch.equal(sums, sums_wanted)
     assert torch.equal(finite, finite_wanted)
-    listed = torch.tensor([3, 0, 2], device=DEVICE)
+    listed = [3, 0, 2]
     wanted = slow_digest.digest_pages(values[listed, :, :40], 7)
     result = fast_digest.digest_listed(values, listed, 40, 7)
     assert all(torch.equal(a, b) for a, b in zip(result, wanted, strict=True))
 
 
+def test_parts_of_several_shapes_are_added_up_by_one_launch() -> None:
+    states = randn(2, 5, 3, 8, 4)
+    pages = randn(4, 3, 16, 6, dtype=BF16)
+    odd = randn(1, 2, 3, 2, dtype=BF16)
+    states[1, 4, 2, 7, 3] = float("nan")
+    parts = [
+        Rows(values=states[1, 1:5][None], at=1, first=96),
+        Rows(values=pages, at=5, first=48, pages=(3, 0)),
+        Rows(values=pages, at=5, first=144, pages=(2,), tokens=5),
+        Rows(values=odd, at=6, first=2**33),
+    ]
+    totals = torch.zeros(2, 9, dtype=torch.int64, device=DEVICE)
+    fast_digest.add(parts, *totals, block=64, programs=3)
+    slow = Summing([str(name) for name in range(9)], torch.device("cpu"))
+    slow.add([dataclasses.replace(part, values=part.values.cpu()) for part in parts])
+    assert torch.equal(totals.cpu()[0], slow._totals[0])
+    assert (totals.cpu()[1] != 0).tolist() == (slow._totals[1] != 0).tolist() == [False] * 4 + [
+        True, *[False] * 4
+    ]  # fmt: skip
+
+
 @pytest.mark.gpu
 def test_digests_reach_pages_and_slots_beyond_two_to_the_32() -> None:
     pages = torch.empty(4900, 24, 64, 576, device="cuda", dtype=BF16)
-    listed = torch.tensor([4899, 3, 4898], device="cuda")
+    listed = [4899, 3, 4898]
     pages[listed] = randn(3, 24, 64, 576, dtype=BF16)
     assert listed[0] * pages.stride(0) > 2**32
     wanted = slow_digest.digest_pages(pages[listed, :, :60], 11)

@@ -91,13 +91,21 @@ def rooms(
     decode: int = 1,
     env: dict[str, str] | None = None,
     decode_settings: Path | None = None,
+    harm: Path | None = None,
 ) -> Iterator[list[Process]]:
-    """So many replicas of each room, listening; all ended on the way out."""
-    wanted = ["encoder"] * encoder + ["prefill"] * prefill
-    running = [start(f"services.{room}", settings, env=env) for room in wanted]
-    running += [
-        start("services.decode", decode_settings or settings, env=env) for _ in range(decode)
-    ]
+    """So many replicas of each room, listening; all ended on the way out.
+
+    With `harm`, the file of `tests.support.harm`, they change bytes when it says so.
+    """
+    wanted = ["encoder"] * encoder + ["prefill"] * prefill + ["decode"] * decode
+    running = []
+    for room in wanted:
+        own = decode_settings if room == "decode" and decode_settings else settings
+        if harm is None:
+            running.append(start(f"services.{room}", own, env=env))
+        else:
+            told = (env or {}) | {"BATON_TEST_HARM": str(harm)}
+            running.append(start("tests.support.harm", own, room, env=told))
     try:
         for process in running:
             process.wait_listening()

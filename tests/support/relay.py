@@ -128,12 +128,18 @@ async def with_processes(
     prefill: int = 1,
     decode: int = 1,
     decode_path: Path | None = None,
+    harm: Path | None = None,
 ) -> AsyncIterator[Relay]:
     """The same with a process for every room; `path` is a deployment file, `decode_path` decode's
-    own where it differs.
+    own where it differs, `harm` the file of `tests.support.harm`.
     """
     with rooms(
-        path, encoder=encoder, prefill=prefill, decode=decode, decode_settings=decode_path
+        path,
+        encoder=encoder,
+        prefill=prefill,
+        decode=decode,
+        decode_settings=decode_path,
+        harm=harm,
     ) as running:
         places = [process.place for process in running]
         seats = [Seat(key=p["id"], host=p["host"], port=p["port"]) for p in places]

@@ -7,14 +7,19 @@ vectors: docs/protocol.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from common.ops.digest import reference
 from common.ops.digest.reference import MASK, Signature, signature, splitmix64
+from common.ops.digest.summing import Rows, Summing
 
 __all__ = [
     "MASK",
+    "Rows",
     "Signature",
+    "Summing",
     "digest_listed",
     "digest_pages",
     "digest_words",
@@ -60,13 +65,13 @@ def digest_pages(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def digest_listed(
-    pool: Tensor, pages: Tensor, tokens: int, first: int = 0
+    pool: Tensor, pages: Sequence[int], tokens: int, first: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The same for listed pages of a pool, of which only the leading tokens count.
 
     Args:
         pool: [pages, R, tokens of a page, W].
-        pages: integers [P], on the pool's device.
+        pages: P page numbers.
         tokens: how many tokens of each page are covered.
         first: logical word index of the rows of the first page listed; a page listed is followed
             by the next as if it held `tokens` tokens.
@@ -78,4 +83,4 @@ def digest_listed(
         from common.ops.digest import triton
 
         return triton.digest_listed(pool, pages, tokens, first)
-    return reference.digest_pages(pool[pages, :, :tokens], first)
+    return reference.digest_pages(pool[list(pages), :, :tokens], first)

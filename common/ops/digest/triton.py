@@ -1,10 +1,14 @@
-"""The additive digest and the finite check, one pass over memory.
+"""The additive digest and the finite check, one pass over memory and one launch for any parts.
 
 mix(i) depends on the word's index alone: a program works it out once for its words and uses it for
-every row. Partial sums meet by 64-bit atomic addition, which is exact in any order.
+every row. Partial sums meet by 64-bit atomic addition, which is exact in any order. What a program
+does stands in a table on the device, so that parts of other shapes compile nothing anew.
 """
 
 from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -12,6 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from common.errors import BackendUnsupported
+from common.ops.digest.summing import Rows
+
+_FIELDS = 16
+FIELDS = tl.constexpr(_FIELDS)
+_NEVER = 0x7F800000  # for fp32 the second test of a word repeats the first
 
 
 @triton.jit
@@ -24,93 +33,140 @@ def _mix(i):
 
 
 @triton.jit
-def _unsound(w, HALVES: tl.constexpr):
-    """Where a word holds an infinity or a NaN: fp32, or two bf16."""
-    bad = (w & 0x7F800000) == 0x7F800000
-    if HALVES:
-        bad = bad | ((w & 0x7F80) == 0x7F80)
-    return bad
+def _unsound(w, low):
+    """Where a word holds an infinity or a NaN: fp32, or two bf16 (`low`: bits of the lower)."""
+    return ((w & 0x7F800000) == 0x7F800000) | ((w & low) == low)
 
 
-@triton.jit
-def digest_kernel(
-    words_ptr, page_ptr, page_stride, row_stride, sum_ptr, bad_ptr, first, pitch, count, rows,
-    share,
-    PAGED: tl.constexpr, HALVES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (blocks of words, pages, shares of rows). Strides count words."""
-    page = tl.program_id(1).to(tl.int64)
-    place = page
-    if PAGED:
-        place = tl.load(page_ptr + page).to(tl.int64)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["parts"])
+def digest_kernel(table_ptr, sum_ptr, bad_ptr, parts, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid: for each part, blocks of words x pages x shares of rows. Strides count words."""
+    program = tl.program_id(0)
+    part = 0
+    for other in range(1, parts):
+        part = tl.where(program >= tl.load(table_ptr + other * FIELDS), other, part)
+    field = table_ptr + part * FIELDS
+    program = program - tl.load(field).to(tl.int32)
+    address, listed = tl.load(field + 1), tl.load(field + 2)
+    page_stride, row_stride = tl.load(field + 3), tl.load(field + 4)
+    first, count = tl.load(field + 5), tl.load(field + 6)
+    rows, share = tl.load(field + 7), tl.load(field + 8)
+    blocks, pages = tl.load(field + 9).to(tl.int32), tl.load(field + 10).to(tl.int32)
+    out, out_pitch = tl.load(field + 11), tl.load(field + 12)
+    low_bits = tl.load(field + 13).to(tl.int32)
+    if ALIGNED:
+        row_stride, count = tl.multiple_of(row_stride, 4), tl.multiple_of(count, 4)
+    page = ((program // blocks) % pages).to(tl.int64)
+    at = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < count
-    mix = _mix((at + first + page * pitch).to(tl.uint64))
+    place = page
+    if listed >= 0:
+        place = tl.load(table_ptr + listed + page)
+    mix = _mix((at + first + page * count).to(tl.uint64))
     low = (mix & 0xFFFFFFFF).to(tl.uint32)
     high = (mix >> 32).to(tl.uint32)
     ones = tl.sum(tl.where(live, mix, 0).to(tl.int64), 0)
-    begin = tl.program_id(2).to(tl.int64) * share
+    begin = (program // (blocks * pages)).to(tl.int64) * share
     end = tl.minimum(begin + share, rows)
-    base = words_ptr + place * page_stride + at
+    base = address.to(tl.pointer_type(tl.int32)) + place * page_stride + at
+    out += page * out_pitch
     worst = tl.zeros([BLOCK], tl.int1)
     for row in tl.range(begin, end, num_stages=4):
-        word = tl.load(base + row * row_stride, mask=live, other=0)
-        worst = worst | _unsound(word, HALVES)
+        words = base + row * row_stride
+        if ALIGNED:
+            words = tl.multiple_of(words, 16)  # loads of 16 bytes instead of 4
+        word = tl.load(words, mask=live, other=0)
+        worst = worst | _unsound(word, low_bits)
         w = word.to(tl.uint32, bitcast=True)
         product = w.to(tl.uint64) * low.to(tl.uint64) + ((w * high).to(tl.uint64) << 32)
         total = tl.sum(product.to(tl.int64), 0) + ones
-        tl.atomic_add(sum_ptr + page * rows + row, total, sem="relaxed")
+        tl.atomic_add(sum_ptr + out + row, total, sem="relaxed")
     if tl.max(worst.to(tl.int32), 0) != 0:  # rare: find out which rows
         for row in range(begin, end):
             word = tl.load(base + row * row_stride, mask=live, other=0)
-            if tl.max(_unsound(word, HALVES).to(tl.int32), 0) != 0:
-                tl.store(bad_ptr + page * rows + row, 1)
+            if tl.max(_unsound(word, low_bits).to(tl.int32), 0) != 0:
+                tl.store(bad_ptr + out + row, 1)
+
+
+def add(
+    parts: Sequence[Rows], sums: Tensor, bad: Tensor, *, pitch: int = 0, block: int = 2048,
+    programs: int = 2048, num_warps: int = 4,
+) -> None:  # fmt: skip
+    """Digest parts and add them.
+
+    Args:
+        parts: fp32 or bf16, on one device.
+        sums: int64, contiguous; row r of a part adds to place `at` + r.
+        bad: int64 of the same places; set where a value is not finite.
+        pitch: page p of a part adds that much further on; 0 adds all pages to the same places.
+        block: words of a program.
+        programs: about how many a part is divided over.
+        num_warps: of a program.
+
+    Raises:
+        BackendUnsupported: another dtype.
+        ValueError: a row is not a multiple of 4 bytes.
+    """
+    table, listed = array("q"), array("q")
+    begin, aligned = 0, True
+    parts = [part for part in parts if part.number and part.values.shape[1] and part.width]
+    for part in parts:
+        entry, begin, is_aligned = _entry(
+            part, begin, _FIELDS * len(parts) + len(listed), pitch, block, programs
+        )
+        aligned = aligned and is_aligned
+        table.extend(entry)
+        listed.extend(part.pages or ())
+    if parts:
+        # Pageable on purpose: the copy is staged before it returns, and pinning costs more.
+        on_host = torch.frombuffer(table + listed, dtype=torch.int64)
+        digest_kernel[(begin,)](
+            on_host.to(sums.device, non_blocking=True), sums, bad, len(parts),
+            ALIGNED=aligned, BLOCK=block, num_warps=num_warps,
+        )  # fmt: skip
 
 
 def digest_pages(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
     """See `common.ops.digest.digest_pages`; pages and rows may be strided."""
-    return launch(values, None, values.shape[0], values[0, 0].numel(), first)
+    return _by_page(Rows(values=values, at=0, first=first))
 
 
 def digest_listed(
-    pool: Tensor, pages: Tensor, tokens: int, first: int = 0
+    pool: Tensor, pages: Sequence[int], tokens: int, first: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The same for listed pages of a pool, without gathering them.
-
-    Args:
-        pool: [pages, R, tokens of a page, W]. pages: integers [P].
-        tokens: only the first so many tokens of each page are covered.
-        first: logical word index of the rows of the first page listed.
-
-    Returns:
-        int64 [P, R] and bool [P, R].
-    """
-    return launch(pool, pages, pages.shape[0], tokens * pool.shape[3], first)
+    """See `common.ops.digest.digest_listed`; nothing is gathered."""
+    return _by_page(Rows(values=pool, at=0, first=first, pages=pages, tokens=tokens))
 
 
-def launch(
-    values: Tensor, pages: Tensor | None, number: int, width: int, first: int, *, block: int = 2048,
-    programs: int = 2048, num_warps: int = 4,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Digest `width` values of each row of `number` pages."""
+def _by_page(part: Rows) -> tuple[Tensor, Tensor]:
+    shape = (2, part.number, part.values.shape[1])
+    sums, bad = torch.zeros(shape, dtype=torch.int64, device=part.values.device)
+    add([part], sums, bad, pitch=shape[2])
+    return sums, bad == 0
+
+
+def _entry(
+    part: Rows, begin: int, listed: int, pitch: int, block: int, programs: int
+) -> tuple[list[int], int, bool]:
+    """A part's row of the table, the program after its last, and whether all is 16-byte aligned."""
+    values = part.values
     if values.dtype not in (torch.float32, torch.bfloat16):
         raise BackendUnsupported(
             f"the Triton digest reads fp32 and bf16, not {values.dtype}; use the reference"
         )
-    size, rows = values.element_size(), values.shape[1]
-    if width * size % 4:
-        raise ValueError(f"a row of {width} values of {values.dtype} is not a multiple of 4 bytes")
-    count = width * size // 4
-    sums = torch.zeros((number, rows), dtype=torch.int64, device=values.device)
-    bad = torch.zeros((number, rows), dtype=torch.int32, device=values.device)
-    if number and rows and count:
-        blocks = triton.cdiv(count, block)
-        shares = min(rows, max(1, triton.cdiv(programs, blocks * number)))
-        share = triton.cdiv(rows, shares)
-        digest_kernel[(blocks, number, triton.cdiv(rows, share))](
-            values.view(torch.int32), pages, values.stride(0) * size // 4,
-            values.stride(1) * size // 4,
-            sums, bad, first, count, count, rows, share,
-            PAGED=pages is not None, HALVES=size == 2, BLOCK=block, num_warps=num_warps,
-        )  # fmt: skip
-    return sums, bad == 0
+    size, rows, number = values.element_size(), values.shape[1], part.number
+    if part.width * size % 4:
+        raise ValueError(
+            f"a row of {part.width} values of {values.dtype} is not a multiple of 4 bytes"
+        )
+    count = part.width * size // 4
+    blocks = -(-count // block)
+    shares = min(rows, max(1, -(-programs // (blocks * number))))
+    share = -(-rows // shares)
+    strides = [values.stride(at) * size // 4 for at in (0, 1)]
+    entry = [
+        begin, values.data_ptr(), -1 if part.pages is None else listed, *strides, part.first, count,
+        rows, share, blocks, number, part.at, pitch, 0x7F80 if size == 2 else _NEVER, 0, 0,
+    ]  # fmt: skip
+    aligned = values.data_ptr() % 16 == 0 and not any(n % 4 for n in (*strides, count))
+    return entry, begin + blocks * number * -(-rows // share), aligned

@@ -1,0 +1,111 @@
+"""Landing: a request's memory while a READ fills it, piece by piece, and its digests as they land.
+
+A piece is digested as soon as it is here, on a stream of its own, while the next ones are on their
+way; the sums of the pieces are those of the whole. What they add up to is read once, at the end,
+and nothing may be used before it was compared with the seal.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+
+from common.contract.regions import Span
+from common.ops.digest import Signature, Summing
+from common.runtime.memory import TextMemory
+from common.runtime.place import Place, cut
+from common.transfer.link import Pair, Source, part_of
+
+PIECE_BYTES = 64 << 20  # smaller ones keep the link less busy, larger ones end later
+
+
+class Landing:
+    """One request's destination."""
+
+    def __init__(self, memory: TextMemory, place: Place, *, piece_bytes: int = PIECE_BYTES) -> None:
+        """Plan the pieces and start with nothing digested."""
+        self._memory, self._place = memory, place
+        self._stretches = memory.stretches(place)
+        self._cuts = cut(self._stretches, piece_bytes)
+        device = memory.latents.pages.device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._summing: Summing | None = None  # made when the first piece is here
+
+    def pieces(self, sources: Sequence[Source]) -> list[list[Source]]:
+        """Cut what is READ of each peer at the borders of the pieces.
+
+        Args:
+            sources: peers, and pairs that together cover the destination.
+        """
+        borders = sorted(
+            (span.pool, span.offset, span.offset + span.size, number)
+            for number, cuts in enumerate(self._cuts)
+            for which, low, high in cuts
+            for span in self._stretches[which].spans(low, high)
+        )
+        found: list[list[Source]] = [[] for _ in self._cuts]
+        for peer, pairs in sources:
+            by_piece: dict[int, list[Pair]] = {}
+            for local, remote in pairs:
+                for number, at, size in _crossed(borders, local):
+                    pair = (part_of(local, at, size), part_of(remote, at, size))
+                    by_piece.setdefault(number, []).append(pair)
+            for number, own in by_piece.items():
+                found[number].append((peer, own))
+        return found
+
+    def landed(self, number: int) -> None:
+        """Digest a piece that has arrived; on a device this returns before it is."""
+        at = list(accumulate((len(stretch.names) for stretch in self._stretches), initial=0))
+        rows = [
+            row
+            for which, low, high in self._cuts[number]
+            for row in self._stretches[which].rows(low, high, at[which])
+        ]
+        with self._beside():
+            self._sums().add(rows)
+
+    def signature(self) -> Signature:
+        """Clear what lies behind the last token, and say what all pieces add up to."""
+        with self._beside():
+            self._memory.latents.zero_rest(self._place.pages, self._place.tokens)
+            return self._sums().signature()
+
+    def _sums(self) -> Summing:
+        if self._summing is None:
+            self._summing = self._memory.summing(self._stretches)
+        return self._summing
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch beside the engine's stream; the host waits in `signature` alone."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _crossed(
+    borders: Sequence[tuple[str, int, int, int]], span: Span
+) -> Iterator[tuple[int, int, int]]:
+    """The pieces that a span runs through: number, offset within the span, size.
+
+    Args:
+        borders: (pool, start, end, number of the piece), ascending.
+        span: of the destination.
+    """
+    at, end = span.offset, span.offset + span.size
+    index = bisect_right(borders, (span.pool, at, sys.maxsize, 0)) - 1
+    while at < end:
+        pool, first, last, number = borders[index] if 0 <= index < len(borders) else ("", 0, 0, 0)
+        inside = pool == span.pool and first <= at < last
+        assert inside, f"byte {at} of pool `{span.pool}` lies outside the destination"
+        size = min(end, last) - at
+        yield number, at - span.offset, size
+        at, index = at + size, index + 1

@@ -1,0 +1,97 @@
+"""PiecedRead: one READ that travels in pieces, so that the first can be looked at before the last.
+
+A few pieces are in flight at a time, in order; each next one is posted when an earlier one ended,
+before that one is shown to anybody. It ends when no piece is in progress and none will be posted:
+after the last, after a failure, or once it was given up. Until then the whole destination is its
+own (`link.py`). One thread polls it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from common.errors import TransferError
+from common.transfer.link import Read, Source
+
+IN_FLIGHT = 3
+
+
+class PiecedRead:
+    """A READ of the promises of `link.Read`."""
+
+    def __init__(
+        self,
+        post: Callable[[Sequence[Source]], Read],
+        pieces: Sequence[Sequence[Source]],
+        landed: Callable[[int], None] | None,
+    ) -> None:
+        """Post the first pieces.
+
+        Args:
+            post: posts one piece.
+            pieces: what each READs of which peers.
+            landed: called with a piece's number when its bytes are here, in order of arrival.
+
+        Raises:
+            TransferError: the first piece was refused, so that nothing is in progress.
+        """
+        self._post, self._landed, self._count = post, landed, len(pieces)
+        self._waiting = deque(enumerate(pieces))
+        self._open: list[tuple[int, Read]] = []
+        self._failure: Exception | None = None
+        self._fill()
+        if self._failure is not None and not self._open:
+            raise self._failure
+
+    def poll(self) -> bool:
+        """See `Read`; an error of `landed` counts as the READ's and is raised at its end."""
+        for piece in list(self._open):
+            number, read = piece
+            try:
+                if not read.poll():
+                    continue
+            except TransferError as failure:
+                self._fail(number, failure)
+            self._open.remove(piece)
+            self._fill()
+            self._show(number)
+            read.release()
+        if self._open:
+            return False
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def give_up(self) -> None:
+        """Post no more pieces and show none; those in flight go on."""
+        self._waiting.clear()
+        self._landed = None
+
+    def release(self) -> None:
+        """See `Read`."""
+        if self._open:
+            raise RuntimeError("a READ in progress cannot be released")
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._open) < IN_FLIGHT:
+            number, piece = self._waiting.popleft()
+            try:
+                self._open.append((number, self._post(piece)))
+            except TransferError as failure:
+                self._fail(number, failure)
+
+    def _show(self, number: int) -> None:
+        if self._landed is None or self._failure is not None:
+            return
+        try:
+            self._landed(number)
+        except Exception as fault:  # pieces may be in progress: it waits for their end
+            self._waiting.clear()
+            self._failure = fault
+
+    def _fail(self, number: int, failure: TransferError) -> None:
+        self._waiting.clear()
+        if self._failure is None:
+            which = f"piece {number + 1} of {self._count}: " if self._count > 1 else ""
+            self._failure = TransferError(f"{which}{failure}")
