@@ -7,7 +7,6 @@ each room only to learn which replicas there are; jobs travel over the rooms' ow
 from __future__ import annotations
 
 import contextlib
-import secrets
 import threading
 import time
 from pathlib import Path
@@ -21,9 +20,9 @@ from ray.serve.config import RequestRouterConfig
 from common.config.loading import as_tables, load_settings, parse_settings
 from common.config.scaling import ScalingSettings
 from common.config.settings import Settings
-from common.contract.scaling import NAMESPACE
 from common.runtime.part import Plan
 from router.app import RouterReplica
+from services import kept
 from services.decode.app import Decode
 from services.encoder.app import Encoder
 from services.prefill.app import Prefill
@@ -31,7 +30,6 @@ from services.prefill.app import Prefill
 POLICY = "services.scaling_hook:JointPolicy"
 SEATING = "router.discovery.PinRouter"
 NODE_RANKS = 8  # devices of one node
-SECRET = b"secret"  # its key in the cluster's store
 POLL_S = 0.2
 MANY = 100_000  # admission is the router's own; Serve must never refuse a control call
 
@@ -39,10 +37,10 @@ MANY = 100_000  # admission is the router's own; Serve must never refuse a contr
 def builder(args: dict[str, Any]) -> Application:
     """Build from the `args` of a Serve config file.
 
-    `settings` names the deployment file; `tables` are its tables instead.
+    `settings` names the deployment file; `tables` are its tables instead, without keys.
     """
     if "tables" in args:
-        return compose(parse_settings(args["tables"], source="the application's tables"))
+        return compose(parse_settings(kept.whole(args), source="the application's tables"))
     return compose(load_settings(Path(args["settings"])))
 
 
@@ -59,7 +57,7 @@ def document(settings: Settings) -> dict[str, Any]:
                 "name": "baton",
                 "route_prefix": None,
                 "import_path": "services.app:builder",
-                "args": {"tables": tables},
+                "args": kept.arguments(tables),
                 "autoscaling_policy": {
                     "policy_function": POLICY,
                     "policy_kwargs": {"tables": {k: tables[k] for k in ("scaling", "server")}},
@@ -80,6 +78,7 @@ def deploy(settings: Settings) -> None:
 
     client = _get_global_client()
     assert client is not None, "Serve was started just now"
+    kept.keep(as_tables(settings))
     client.deploy_apps(ServeDeploySchema.model_validate(document(settings)), _blocking=False)
     client._wait_for_application_running("baton")  # the call itself would wait for 60 s
 
@@ -111,7 +110,7 @@ def compose(settings: Settings) -> Application:
 
     Numbers of replicas and resources named in a Serve config file win over the settings'.
     """
-    tables, secret = as_tables(settings), _secret()
+    tables, secret = as_tables(settings), kept.room_secret()
     rooms: dict[str, Any] = {}
     for name, kind, replicas in (
         ("encoder", Encoder, settings.encoder.replicas),
@@ -128,26 +127,6 @@ def compose(settings: Settings) -> Application:
     )(RouterReplica)
     application: Application = front.bind(tables, secret, rooms)
     return application
-
-
-def _secret() -> str:
-    """What rooms and routers know each other by: one for the life of a cluster.
-
-    During an upgrade replicas of two releases serve side by side, so it outlives a build of the
-    application. Without a cluster it is a new one.
-    """
-    from ray.experimental.internal_kv import (
-        _internal_kv_get,
-        _internal_kv_initialized,
-        _internal_kv_put,
-    )
-
-    fresh = secrets.token_hex(32)
-    if not _internal_kv_initialized():  # type: ignore[no-untyped-call]
-        return fresh
-    _internal_kv_put(SECRET, fresh.encode(), overwrite=False, namespace=NAMESPACE)
-    kept: bytes = _internal_kv_get(SECRET, namespace=NAMESPACE)
-    return kept.decode()
 
 
 def _room(kind: type, replicas: int, settings: Settings) -> Deployment:

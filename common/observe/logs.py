@@ -78,8 +78,11 @@ def note(
 
 
 def start_logging(room: str, replica: str = "", *, level: int = logging.INFO) -> None:
-    """Send this process's `baton` loggers, and OpenTelemetry's, to stderr as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Send this process's `baton` loggers, and OpenTelemetry's, to stderr as JSON lines.
+
+    To the process's own stderr: Serve puts a stream in its place that wraps lines in its own form.
+    """
+    handler = logging.StreamHandler(sys.__stderr__ or sys.stderr)
     handler.setFormatter(JsonLines(room, replica))
     for name in ("baton", "opentelemetry"):
         root = logging.getLogger(name)

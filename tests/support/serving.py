@@ -36,8 +36,10 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, tables: dict[str, dict[str, Any]]) -> Iterator[Serving]:
-    """Start it, wait until it is ready, stop it."""
+def serving(
+    folder: Path, tables: dict[str, dict[str, Any]], env: dict[str, str] | None = None
+) -> Iterator[Serving]:
+    """Start it, wait until it is ready, stop it; `env` is added to its environment."""
     port, admin = free_port(), free_port()
     server = {"port": port, "admin_port": admin} | tables.get("server", {})
     path = write_settings(folder / "settings.toml", tables | {"server": server})
@@ -45,7 +47,8 @@ def serving(folder: Path, tables: dict[str, dict[str, Any]]) -> Iterator[Serving
         [sys.executable, "-m", "services.cli", "serve", str(path)],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if k not in ("PORT", "ADMIN_PORT")}
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        | (env or {}),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -8,7 +8,7 @@ import httpx
 
 from router.app import Router
 from router.seats import Seats, seats_of
-from services import app
+from services import kept
 from tests.support.rooms import SECRET, World
 from tests.unit.test_routes import SETTINGS, site
 
@@ -59,9 +59,9 @@ def test_every_release_on_one_cluster_has_the_same_secret(monkeypatch):
         if overwrite or key not in store:
             store[key] = value
 
-    assert app._secret() != app._secret()
+    assert kept.room_secret() != kept.room_secret()
     monkeypatch.setattr(internal_kv, "_internal_kv_initialized", lambda: True)
     monkeypatch.setattr(internal_kv, "_internal_kv_put", put)
     monkeypatch.setattr(internal_kv, "_internal_kv_get", lambda key, namespace: store[key])
-    first = app._secret()
-    assert len(first) == 64 and app._secret() == first
+    first = kept.room_secret()
+    assert len(first) == 64 and kept.room_secret() == first
