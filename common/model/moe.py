@@ -100,7 +100,9 @@ def _both(
     """
     team = run.team
     arrived = None
-    if team is not None:
+    if team is None:
+        run.chosen.append(ids)
+    else:
         keep = run.own(run.tokens())
         team.count(layer, ids, keep)
         if team.exchange is not None:

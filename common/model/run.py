@@ -32,6 +32,7 @@ class Run:
     rows: int  # of the hidden states, padding included
     real: int  # leading rows that a pass of steps has; equals `rows` in a pass of chunks
     team: Team | None = None  # the ranks that share the weights; None: alone
+    chosen: list[Tensor] = field(default_factory=list)  # int64 [rows, k] of each MoE layer so far
     watched: list[Tensor] = field(default_factory=list)  # fp32 [rows] each
 
     def watch(self, x: Tensor) -> None:
@@ -72,10 +73,10 @@ class Run:
 
     def tokens(self) -> Tensor:
         """bool [rows]: which rows are tokens and not padding."""
-        device = self.plan.slots.device
         if isinstance(self.plan, Steps):
-            return torch.arange(self.rows, device=device) < self.real
-        inside = torch.arange(CHUNK, device=device) < self.plan.lengths.unsqueeze(1)
+            return functional.pad(self.plan.slots >= 0, (0, self.rows - self.real))
+        lengths = self.plan.lengths.unsqueeze(1)
+        inside = torch.arange(CHUNK, device=lengths.device) < lengths
         return inside.flatten()
 
     def padded(self, x: Tensor) -> Tensor:

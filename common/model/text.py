@@ -16,6 +16,7 @@ from torch import Tensor
 from common.config.spec import TextSpec
 from common.model import kda, mla
 from common.model.batch import Memory, StepBatch
+from common.model.load import ExpertLoad
 from common.model.moe import activation_of, feed_forward, idle
 from common.model.residual import Blocks, Residual, Stream
 from common.model.run import Run, empty, prepare, token_rows
@@ -59,6 +60,8 @@ class TextModel:
         self.spec = spec if team is None else narrowed(spec, team.mesh)
         self.weights, self.team = weights, team
         self.ops, self._exact, self._act = ops, exact, activation_of(spec)
+        is_counting = team is None and spec.moe_layers
+        self._load = ExpertLoad(spec, weights.embed.device) if is_counting else None
 
     def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
         """One pass.
@@ -112,6 +115,7 @@ class TextModel:
                 after = residual.prefix_after if convention == "prefix" else None
                 state = after() if after else residual.stream_after(layer)
                 states.append(run.gather(state)[real])
+        self._count(run)
         features = Features(layers=tuple(layers), states=tuple(states))
         return self._logits(batch, residual, run), features
 
@@ -134,10 +138,20 @@ class TextModel:
         residual = self._residual(self.weights.embed[ids])
         for layer in range(self.spec.num_layers):
             self._layer(layer, residual, run)
+        self._count(run)
         logits = self.ops.linear(residual.result(slice(None)), self.weights.head, tile)
         if run.watched:
             logits = logits.masked_fill(run.spoilt().unsqueeze(1), torch.nan)
         return logits.float() if out is None else out.copy_(logits)
+
+    def load(self) -> list[list[int]]:
+        """Rows of steps that chose each expert since the start, by MoE layer; waits for them."""
+        counts: list[list[int]] = [] if self._load is None else self._load.counts.tolist()
+        return counts
+
+    def _count(self, run: Run) -> None:
+        if self._load is not None and isinstance(run.plan, Steps):
+            self._load.count(run.chosen, run.tokens())
 
     @torch.inference_mode()
     def idle(self, memory: Memory) -> None:

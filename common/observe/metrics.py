@@ -115,6 +115,9 @@ _ALL = (
     _seconds("baton_decode_step_seconds", "decode", "How long does one step take?"),
     _counts("baton_decode_batch", "choices", "decode", "How full is a step?"),
     _seconds("baton_decode_wait_seconds", "decode", "How long does a ticket wait for its READ?"),
+    _gauge(
+        "baton_expert_skew", "ratio", "decode", "How many times the mean has the busiest expert?"
+    ),  # of the worst layer, over ten seconds or until there are rows enough
     _counter("baton_experts_moved_total", "experts", "decode", "How many changed ranks?"),
     _gauge(
         "baton_expert_imbalance",

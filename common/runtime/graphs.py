@@ -31,7 +31,7 @@ from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("baton.graphs")
 LIBRARY_BYTES = 1 << 29  # workspaces of matrix products and attention
 LAYER_BYTES = 1 << 20  # of one graph's nodes, a layer
 WARM = 2  # passes before a capture: kernels are compiled and libraries set up

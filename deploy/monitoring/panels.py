@@ -322,6 +322,12 @@ DECODE = Page(
             },
         ),
         Panel(
+            title="Busiest expert",
+            why="Its rows over the mean of all experts, in the worst layer; 1 is even",
+            unit="short",
+            queries={"{{replica}}": gauge("baton_expert_skew", "decode")},
+        ),
+        Panel(
             title="Busiest share of experts",
             why="Rows over the mean of all shares, when they were last looked at; 1 is even",
             unit="short",

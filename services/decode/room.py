@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 
 from common.config.settings import Settings
@@ -32,6 +33,7 @@ from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
 from services.decode.ranks import GroupIntake
 from services.decode.rebalance import Rebalancer
+from services.decode.skew import Skew
 
 
 class DecodeRoom(TextRoom):
@@ -77,6 +79,7 @@ class DecodeRoom(TextRoom):
             release=self.release,
         )
 
+        self._skew = Skew(loaded.model.load, self.engine.loop.ask, self.tally)
         self.rebalancer: Rebalancer | None = None
         self._look_s = settings.decode.rebalance_s
         if self.leading is not None and self._look_s:
@@ -118,6 +121,7 @@ class DecodeRoom(TextRoom):
         """How busy this replica is."""
         helds = self.engine.helds()
         self.gauge()
+        self._skew.look(time.monotonic())
         return Load(
             epoch=self.room.epoch,
             queued=sum(held.stage in ("reserved", "fetching") for held in helds),
