@@ -40,7 +40,7 @@ class Dashboard:
         return [
             Route("/dashboard", self.page),
             Route("/dashboard/events", self.events),
-            Route("/admin/requests/{name}", self.request),
+            Route("/admin/requests/{name:path}", self.request),
         ]
 
     async def page(self, _: Request) -> Response:

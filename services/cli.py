@@ -1,4 +1,4 @@
-"""The `baton` command: serve, check, slice, plan, chat."""
+"""The `baton` command: serve, check, slice, plan, chat, trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import httpx
 
 from common.config.loading import load_settings
 from common.config.settings import Settings
-from common.errors import ConfigError, ServingError
+from common.errors import ConfigError, NotFound, ServingError
 
 READY_S = 120.0  # patience for the first probe after a start
 GOODBYE_S = 20.0  # after the drain time: error events, processes that end, Serve's own steps
@@ -43,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
     cut.add_argument("--layers", default="0-3", help="first-last, counted from 0")
     cut.add_argument("--experts", type=int, help="routed experts a layer; default: all")
     _add_plan(commands.add_parser("plan", help="what so many GPUs can serve, or why not"))
+    trace = commands.add_parser("trace", help="where the time of a request of late went")
+    trace.add_argument("id", help="the X-Request-Id of its reply, or the id of its trace")
+    trace.add_argument("--url", default="http://127.0.0.1:8001", help="the second listener")
+    trace.add_argument("--key-file", type=Path, help="holds the second listener's key")
     chat = commands.add_parser("chat", help="talk to a running server")
     chat.add_argument("--url", default="http://127.0.0.1:8000")
     chat.add_argument("--model", default="", help="default: the first that /v1/models lists")
@@ -57,6 +61,8 @@ def main(argv: list[str] | None = None) -> int:
             return run_slice(args.out, args.layers, args.experts)
         if args.command == "plan":
             return run_plan(args)
+        if args.command == "trace":
+            return run_trace(args.id, args.url, args.key_file)
         return run_chat(args.url, args.model, args.image)
     except (ServingError, httpx.HTTPError, OSError, UnicodeError) as error:
         print(f"baton: {error}", file=sys.stderr)
@@ -157,6 +163,23 @@ def run_plan(args: argparse.Namespace) -> int:
     spec = load_spec(args.checkpoint) if args.checkpoint else parse_spec(RELEASE)
     for line in plan(spec, wish).lines():
         print(line)
+    return 0
+
+
+def run_trace(name: str, url: str, key_file: Path | None) -> int:
+    """Print the waterfall of a request that a router still remembers."""
+    from urllib.parse import quote
+
+    from services.waterfall import lines
+
+    key = {"Authorization": f"Bearer {key_file.read_text().strip()}"} if key_file else {}
+    told = httpx.get(f"{url}/admin/requests/{quote(name, safe='')}", headers=key, timeout=10)
+    if told.status_code == 401:
+        raise ConfigError(f"{url} wants the key of the second listener; give it by --key-file")
+    if told.status_code == 404 and "json" in told.headers["content-type"]:
+        raise NotFound(told.json()["error"])
+    for past in told.raise_for_status().json()["requests"]:
+        print("\n".join(lines(past)))
     return 0
 
 
