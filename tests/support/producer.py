@@ -114,9 +114,9 @@ class SameProcess:
         self.kill()
 
 
-def pool_of_words(link: Link, words: int) -> tuple[torch.Tensor, PoolInfo]:
+def pool_of_words(link: Link, words: int, name: str = "state") -> tuple[torch.Tensor, PoolInfo]:
     pool = torch.zeros(words, dtype=torch.int32)
-    return pool, link.register("state", pool)
+    return pool, link.register(name, pool)
 
 
 def main() -> None:
