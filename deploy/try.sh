@@ -125,6 +125,9 @@ sleep 3
 trial look "http://127.0.0.1:$admin" "$scraper" >"$work/look.log" 2>&1 \
   || fail "$(cat "$work/look.log")"
 while read -r line; do say "$line"; done <"$work/look.log"
+grafana=$(sed -n 's/^ *path: //p' "$work"/ray/session_latest/metrics/grafana/provisioning/dashboards/default.yml)
+cp deploy/monitoring/grafana/dashboards/*.json "$grafana"
+say "$(find "$grafana" -name 'baton-*.json' | wc -l) dashboards are where Ray's Grafana settings look"
 
 begin stop
 kill -TERM "$crowd"
