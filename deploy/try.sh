@@ -117,7 +117,7 @@ trial files "$work" "${ports[@]}" --slots 6 --release 2
 "$venv/bin/serve" deploy "$work/serve.yaml" >"$work/deploy.log" 2>&1
 counts=$(trial settled --gone "$before")
 slots=$(curl -s "http://127.0.0.1:$admin/metrics" |
-  sed -n 's/^baton_total_slots{.*room="decode".*} //p' | sort -u | tr '\n' ' ')
+  sed -n 's/^baton_total_slots{.*room="decode".*} //p' | sort -u | xargs)
 say "$counts, none of the old ones, decode has $slots slots"
 
 begin look
@@ -137,8 +137,8 @@ kill -TERM "$ray"
 wait "$ray" || true
 for child in "${children[@]}"; do kill "$child" 2>/dev/null || true; done
 wait
-left=$(marked)
-[ -z "$left" ] || fail "these processes are left: $left"
+for _ in $(seq 50); do left=$(marked); [ -n "$left" ] || break; sleep 0.2; done
+[ -z "$left" ] || fail "these processes are left: $(ps -o pid=,args= -p "${left//$'\n'/,}" | cut -c1-200)"
 "$venv/bin/python" - "$work/report.json" <<'REPORT' >"$work/stop.log" || { cat "$work/stop.log"; fail "see above"; }
 import json, sys
 endings = json.load(open(sys.argv[1]))

@@ -329,11 +329,11 @@ DECODE = Page(
         ),
         Panel(
             title="Busiest share of experts",
-            why="Rows over the mean of all shares, when they were last looked at; 1 is even",
+            why="Rows over the mean of all shares at the last look; 1 is even, or never looked at",
             unit="short",
             queries={
-                "{{replica}}": gauge("baton_expert_imbalance", "decode"),
-                "{{replica}} moved": rate("baton_experts_moved_total", "replica"),
+                "{{replica}}": gauge("baton_expert_imbalance", "decode") + " or vector(1)",
+                "{{replica}} moved": rate("baton_experts_moved_total", "replica") + " or vector(0)",
             },
         ),
         *_common("decode"),
