@@ -40,6 +40,8 @@ async def test_changed_bytes_are_refused_by_name_and_prefilled_again(kind, side)
         for name in ids[1:]:
             assert await ask(relay, name) == right(name)
         await relay.nothing_left()
+        family = ":".join(KINDS[kind].split(":")[:2])  # the metric's label, without the layer
+        assert counted(relay, f'baton_handoffs_refused_total{{part="{family}"}}') == 3
         assert counted(relay, "baton_handoffs_refused_total") == 3
 
 

@@ -304,6 +304,18 @@ async def test_only_a_difference_takes_a_pair_out_of_service(answer, differs):
         assert house.pairs.usable(prefill, decode) is not differs
 
 
+@pytest.mark.parametrize("share", [0.0, 1.0])
+async def test_a_share_of_requests_has_its_last_token_computed_twice(share):
+    settings = dataclasses.replace(
+        SETTINGS, router=dataclasses.replace(SETTINGS.router, canary_share=share)
+    )
+    async with site(settings) as here:
+        for _ in range(5):
+            assert (await here.chat()).status_code == 200
+        asked = [x for x in here.world["d1"].seen if isinstance(x, m.Reserve) and not x.probe]
+        assert [x.canary for x in asked] == [share == 1.0] * 5
+
+
 def probes(house) -> float:
     """Probes that ended, other than well."""
     told = house.tally.snapshot()
