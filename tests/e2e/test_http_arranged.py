@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tests.support.cases import Answer, Runner, Server
+from tests.support.pictures import picture
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,19 @@ def test_a_client_that_leaves_frees_everything_within_two_seconds(runner: Runner
             httpx.post(url, json=body, timeout=0.2 if name == "O-18b" else 0.05)
     runner.until_empty(within_s=4.0)  # the case says 2; this machine may be busy
     assert runner.say().status == 200
+
+
+def test_a_picture_that_turns_out_to_be_damaged_is_named(runner: Runner):
+    """O-10a: its header is whole, so that only the encoder can tell."""
+    case = runner.cases["O-10a"]
+    bad = runner.fill_value(case.request["body"], case)["messages"][0]["content"][0]
+    good = {"type": "image_url", "image_url": {"url": picture("28x28 solid blue PNG")}}
+    content = [good, {"type": "text", "text": "and"}, bad]
+    answer = runner.ask(case, messages=[{"role": "user", "content": content}])
+    error = answer.json["error"]
+    assert (answer.status, error["code"]) == (400, "invalid_image")
+    assert error["param"] == "messages[0].content[2].image_url"
+    runner.until_empty()
 
 
 def test_a_slot_used_before_changes_nothing(runner: Runner):

@@ -345,6 +345,12 @@ class Runner:
         held = {f"{r['room']} {k}": r[k] for r in reply["replicas"] for k in kinds if r[k]}
         return held | {f"{name} is silent": 1 for name in reply["silent"]}
 
+    def resident_bytes(self) -> dict[str, int]:
+        """What each process holds of the machine's memory, by room and replica."""
+        text = httpx.get(f"{self.server.admin_url}/metrics", timeout=10.0).text
+        found = re.findall(r"^baton_resident_bytes\{(.*?)\} (\S+)$", text, re.MULTILINE)
+        return {labels: int(float(value)) for labels, value in found}
+
     def until_empty(self, within_s: float = 10.0) -> None:
         """Wait until no room holds anything for a request."""
         until = time.monotonic() + within_s

@@ -14,11 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import torch
 
+from common.config.checkpoint import load_spec
+from common.weights import load_text
 from router.prompt.template import render
 from router.schema.messages import Message, UserMessage, arrange
 from tests.support.cases import Answer, Case, Runner
 from tests.support.nano import ROOT, nano_tokenizer
+from tests.support.plain import greedy
 
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 TRACES = ("Traceback", "Error(", "Exception", 'File "', "worker failed")
@@ -354,6 +358,12 @@ def first_note(run: Run) -> None:
     assert arguments["text"] == note.split("<|close|>")[0]
 
 
+@check("the string argument arrives whole: (\\d+) characters, .*")
+def whole_string(run: Run, length: str) -> None:
+    arguments = json.loads(run.choice.calls[0]["arguments"])
+    assert arguments == {"text": "z" * int(length)}
+
+
 @check("meta decodes to .* and pin to true")
 def meta(run: Run) -> None:
     arguments = json.loads(run.choice.calls[0]["arguments"])
@@ -557,6 +567,19 @@ def first_frame(run: Run) -> None:
     )
 
 
+@check("memory stays flat for (\\d+) frames")
+def flat_for_frames(run: Run, count: str) -> None:
+    """No room grows by what the frames would hold, however often they are sent."""
+    many = f"28x28 GIF, frame 1 red, frame 2 blue; {count} frames"
+    case = replace(run.case, setup={"synth": {"anim": many}})
+    assert run.runner.ask(case).status in run.case.statuses
+    before = run.runner.resident_bytes()
+    for _ in range(3):
+        assert run.runner.ask(case, max_tokens=1).status in run.case.statuses
+    after = run.runner.resident_bytes()
+    assert max(after[name] - before.get(name, 0) for name in after) < 32 << 20
+
+
 # sampling and logprobs
 
 
@@ -641,6 +664,16 @@ def no_replacement_bytes(run: Run) -> None:
 @check("200 with the prompt echoed .*, or 400 saying echo is unsupported; never a crash .*")
 def echo(run: Run) -> None:
     assert run.answer.status in (200, 400)
+
+
+@check("equal to a single-worker run")
+def single_worker(run: Run) -> None:
+    """One process that shares nothing of the rooms' forward pass."""
+    spec = load_spec(ROOT / "checkpoints/nano")
+    weights = load_text(ROOT / "checkpoints/nano", spec, dtype=torch.float32)
+    alone, _ = greedy(weights, spec, rendered(run), run.answer.usage["completion_tokens"])
+    entries = run.again(logprobs=True).choice().logprobs
+    assert [entry["token"] for entry in entries] == [_TOKENIZER.decode([t]) for t in alone]
 
 
 # streams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import struct
 import zlib
 from functools import cache
@@ -66,6 +67,8 @@ def picture(words: str) -> str | None:
         return words
     if words.startswith("empty payload: "):
         return words.removeprefix("empty payload: ")
+    if many := re.fullmatch(r"28x28 GIF, frame 1 (\w+), frame 2 (\w+); (\d+) frames", words):
+        return data_uri(gif(*(many[1 + i % 2] for i in range(int(many[3])))), "image/gif")
     known = {
         "28x28 solid red RGB PNG as a data URI": lambda: data_uri(solid("red")),
         "28x28 solid red PNG": lambda: data_uri(solid("red")),

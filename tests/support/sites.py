@@ -28,6 +28,7 @@ class Place:
     """Where a client may ask, and whether requests have left anything behind."""
 
     url: str
+    admin_url: str
     model: str
     world: World
 
@@ -65,7 +66,8 @@ def standing(settings: cs.Settings = SETTINGS) -> Iterator[Place]:
 
     router = run(start())
     try:
-        yield Place(f"http://127.0.0.1:{router.public.port}", settings.model.name, world)
+        urls = [f"http://127.0.0.1:{at.port}" for at in (router.public, router.admin)]
+        yield Place(*urls, settings.model.name, world)
     finally:
         run(stop(router))
         loop.call_soon_threadsafe(loop.stop)
