@@ -1,9 +1,16 @@
-"""Time one layer's expert exchange: dispatch and combine of a lane's rows over several ranks.
+"""Time the exchange of rows with experts over ranks, and a decode step that has it inside.
 
-`python -m benchmarks.exchange --ranks 2 --backend nccl --rows 64 --out results.jsonl` starts the
-ranks as processes of this host (one GPU each with nccl) and prints one JSON line a case: median and
-spread over repetitions, and the bytes a rank sends. Experts compute nothing here: outputs are the
-rows themselves.
+    python -m benchmarks.exchange --devices 2 --out FILE.jsonl     two GPUs, over NCCL and directly
+    python -m benchmarks.exchange --devices 1 --ranks 4            ranks that share one GPU
+    python -m benchmarks.exchange --devices 0                      gloo on the host
+
+Ranks are processes of this host. First dispatch and combine of one layer, for some numbers of rows
+a rank, beside what the wire would take for the bytes that leave a rank; then a layer over tensor
+ranks, its rows spread or not, the shared expert overlapped or not; then (on GPUs) a decode step
+of four layers of true width (`benchmarks.slice`), each rank a lane with its share of 896 experts,
+captured as one CUDA graph with the direct exchange inside and compared with the same step over the
+all-to-all. Prints one JSON line a case: median and spread. Times of ranks that share
+a device are no speeds: their kernels take turns.
 """
 
 from __future__ import annotations
@@ -16,101 +23,217 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from common.parallel.collectives import open_axes
-from common.parallel.exchange import AllToAll
+from common.ops.select import choose
+from common.ops.table import REFERENCE, Ops
+from common.parallel.choice import open_exchange
+from common.parallel.collectives import Axis, open_axes
+from common.parallel.exchange import Exchange
 from common.parallel.mesh import Mesh
-from common.parallel.placement import Routes, even, routes
+from common.parallel.placement import even, routes
 
-ROUNDS, WARM = 50, 10
-
-
-def rank_main(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    on_gpu = args.backend == "nccl"
-    device = torch.device("cuda", args.rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    store = dist.FileStore(args.store, args.ranks)
-    mesh = Mesh(data=args.ranks, expert=args.ranks)
-    axes = open_axes(mesh, args.rank, store, backend=args.backend)
-    table = routes(even(args.experts, args.ranks), args.experts, device)
-    exchange = AllToAll(axes["expert"])
-    for rows in args.rows:
-        times, sent = timed(exchange, table, rows, args, device)
-        if args.rank == 0:
-            print(json.dumps(line(args, rows, times, sent)), flush=True)
-    os._exit(0)
+EXPERTS, TOP, WIDTH = 896, 16, 3584
+WIRE = 450e9  # bytes a second out of an H200 over NVLink: its data sheet
+ROUNDS, WARM = 30, 5
+BATCHES, CONTEXT = (64, 256), 1024
 
 
-def timed(
-    exchange: AllToAll, table: Routes, rows: int, args: argparse.Namespace, device: torch.device
-) -> tuple[list[float], int]:
-    draw = torch.Generator().manual_seed(args.rank)
-    scores = torch.rand(rows, args.experts, generator=draw)
-    ids = scores.topk(args.top, -1).indices.sort(-1).values.to(device)
-    z = torch.randn(rows, args.width, generator=draw).to(device, torch.bfloat16)
-    keep = torch.ones(rows, dtype=torch.bool, device=device)
-    times, sent = [], 0
-    for _ in range(ROUNDS + WARM):
-        synchronize(device)
-        started = time.perf_counter()
-        arrived = exchange.dispatch(z, ids, keep, table)()
-        exchange.combine(arrived.rows, arrived)
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-        away = sum(arrived.sent) - arrived.sent[args.rank]
-        sent = 2 * away * args.width * z.element_size()
-    return times[WARM:], sent
+class Bench:
+    """One rank's part."""
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.rank, self.ranks = args, args.rank, args.ranks
+        self.device, self.groups = torch.device("cpu"), 0
+        if args.devices:
+            self.device = torch.device("cuda", args.rank % args.devices)
+            torch.cuda.set_device(self.device)
+        alone = args.devices >= args.ranks
+        self.backend = "nccl" if alone else "gloo"
+        store = self.store = dist.FileStore(args.store, args.ranks)
+        store.set_timeout(timedelta(seconds=120))
+        self.mesh = Mesh(data=args.ranks, expert=args.ranks)
+        self.axes = open_axes(self.mesh, args.rank, store, backend=self.backend, patience_s=120)
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def prefixed(self, name: str) -> Any:
+        """The store for groups of another mesh; all ranks ask in the same order."""
+        self.groups += 1
+        return dist.PrefixStore(f"{name}/{self.groups}", self.store)
 
+    def ops(self) -> Ops:
+        """Bodies for packed experts on a GPU, the definitions on the host."""
+        if not self.args.devices:
+            return REFERENCE
+        from benchmarks.slice import SPEC
 
-def line(args: argparse.Namespace, rows: int, times: list[float], sent: int) -> dict[str, object]:
-    ordered = sorted(times)
-    return {
-        "benchmark": "exchange",
-        "backend": args.backend,
-        "ranks": args.ranks,
-        "rows": rows,
-        "top": args.top,
-        "experts": args.experts,
-        "width": args.width,
-        "median_us": round(statistics.median(ordered) * 1e6, 1),
-        "p10_us": round(ordered[len(ordered) // 10] * 1e6, 1),
-        "p90_us": round(ordered[len(ordered) * 9 // 10] * 1e6, 1),
-        "sent_bytes": sent,
-        "device": torch.cuda.get_device_name(0) if args.backend == "nccl" else "cpu",
-        "torch": torch.__version__,
-    }
+        wanted = {"quantization": "mxfp4", "dtype": torch.bfloat16, "device": self.device}
+        return choose("triton", SPEC, **wanted)[0]
+
+    @property
+    def axis(self) -> Axis:
+        return self.axes["expert"]
+
+    def open(self, name: str, rows: int) -> Exchange:
+        return open_exchange(
+            name,
+            self.axis,
+            rows=rows,
+            top=TOP,
+            width=WIDTH,
+            experts=-(-EXPERTS // self.ranks),
+            dtype=torch.bfloat16,
+            device=self.device,
+        )
+
+    def run(self) -> None:
+        names = ["all_to_all", "direct"] if self.args.devices else ["all_to_all"]
+        for rows in self.args.rows:
+            for name in names:
+                self.attempt(lambda name=name, rows=rows: self.exchange(name, rows))
+        for rows in self.args.layer_rows:
+            self.attempt(lambda rows=rows: self.layer(rows))
+        if self.args.devices and not self.args.no_step:
+            self.attempt(self.steps)
+
+    def attempt(self, part: Callable[[], None]) -> None:
+        """One part's failure is told and does not take the others along, where all ranks fail."""
+        try:
+            part()
+        except Exception:
+            traceback.print_exc(limit=-4)
+
+    def say(self, case: dict[str, Any], times: list[float], **more: Any) -> None:
+        if self.rank:
+            return
+        low, _, high = statistics.quantiles(times, n=4)
+        line = {
+            "benchmark": "exchange",
+            **case,
+            "ranks": self.ranks,
+            "devices": self.args.devices,
+            "over": self.backend,
+            "median_us": round(statistics.median(times) * 1e6, 1),
+            "spread_us": round((high - low) / 2 * 1e6, 1),
+            **more,
+            "device": torch.cuda.get_device_name() if self.args.devices else "cpu",
+            "torch": torch.__version__,
+        }
+        print(json.dumps(line), flush=True)
+        if self.args.out:
+            with Path(self.args.out).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def time(self, call: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+        """Seconds of each call, all ranks starting together."""
+        times = []
+        for _ in range(WARM + rounds):
+            self.synchronize()
+            self.axis.all_reduce(torch.zeros(1, device=self.device))
+            self.synchronize()
+            started = time.perf_counter()
+            call()
+            self.synchronize()
+            times.append(time.perf_counter() - started)
+        return times[WARM:]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def exchange(self, name: str, rows: int) -> None:
+        """Dispatch and combine of one layer; experts make nothing of the rows."""
+        draw = torch.Generator().manual_seed(self.rank)
+        ids = torch.rand(rows, EXPERTS, generator=draw).topk(TOP, -1).indices.sort(-1).values
+        ids = ids.to(self.device)
+        table = routes(even(EXPERTS, self.ranks), EXPERTS, self.device)
+        z = torch.randn(rows, WIDTH, generator=draw).to(self.device, torch.bfloat16)
+        keep = torch.ones(rows, dtype=torch.bool, device=self.device)
+        weights = torch.ones(rows, TOP, device=self.device)
+        exchange = self.open(name, rows)
+
+        def both() -> torch.Tensor:
+            arrived = exchange.dispatch(z, ids, keep, table)()
+            return exchange.combine(arrived.rows, arrived, weights)
+
+        away = int((table.share[ids, 0] != self.rank).sum())
+        sent = 2 * away * WIDTH * 2
+        more = {"sent_bytes": sent, "wire_us": round(sent / WIRE * 1e6, 1)}
+        error = (both().float() - TOP * z.float()).abs().max() / z.float().abs().max()
+        more["error"] = round(float(error), 5)  # 16 equal rows added up, rounded once to bf16
+        if name == "direct":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                both()
+            self.say({"what": name, "graph": True, "rows": rows}, self.time(graph.replay), **more)
+        self.say({"what": name, "graph": False, "rows": rows}, self.time(both), **more)
+
+    def layer(self, rows: int) -> None:
+        """One layer over tensor ranks: rows spread or not, the shared expert overlapped or not."""
+        from benchmarks.exchange_layer import measure
+
+        measure(self, rows)
+
+    def steps(self) -> None:
+        """A decode step of the slice, as this rank's lane."""
+        from benchmarks.exchange_slice import Lane
+
+        for batch in BATCHES:
+            lane = Lane(self, batch, CONTEXT)
+            wanted = lane.eager("all_to_all")
+            direct = lane.eager("direct")
+            graph, replayed = lane.captured("direct")
+            lane.fresh()
+            graph.replay()
+            self.synchronize()
+            scale = wanted.abs().max()
+            checks = {
+                "direct_off": round(float((direct - wanted).abs().max() / scale), 5),
+                "graph_off": round(float((replayed - wanted).abs().max() / scale), 5),
+                "finite": bool(replayed.isfinite().all()),
+            }
+            case = {"what": "decode step", "batch": batch, "context": CONTEXT}
+            self.say(
+                {**case, "exchange": "direct", "graph": True}, self.time(graph.replay, 20), **checks
+            )
+            for name in ("direct", "all_to_all"):
+                call = lane.call(name)
+                self.say({**case, "exchange": name, "graph": False}, self.time(call, 10))
+            del lane, graph
+            torch.cuda.empty_cache()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl"])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--experts", type=int, default=896)
-    parser.add_argument("--top", type=int, default=16)
-    parser.add_argument("--width", type=int, default=3584)
+    parser.add_argument("--devices", type=int, default=0, help="GPUs; 0: gloo on the host")
+    parser.add_argument("--ranks", type=int, default=0, help="as many as devices, and two at least")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--layer-rows", type=int, nargs="*", default=[64, 2048])
+    parser.add_argument("--no-step", action="store_true")
+    parser.add_argument("--out", default="")
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--store", default="")
     args = parser.parse_args()
+    args.ranks = args.ranks or max(2, args.devices)
     if args.rank >= 0:
-        rank_main(args)
+        torch.set_num_threads(1)
+        with torch.inference_mode():
+            Bench(args).run()
+        sys.stdout.flush()
+        os._exit(0)
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         command = [sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:], "--store", store]
+        command += ["--ranks", str(args.ranks)]
         ranks = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(args.ranks)]
         for rank in ranks:
-            rank.wait(300)
+            rank.wait(600)
 
 
 if __name__ == "__main__":

@@ -179,9 +179,8 @@ class DecodeSettings:
     expert: int = 1  # shares of whole experts; tensor x data spreads them over all ranks
     spread: bool = False  # between mixers a tensor rank keeps its own rows; expert = tensor x data
     spare_experts: int = 0  # places of every share for copies of popular experts
-    rebalance_s: float = (
-        0.0  # between two looks at the experts' load; 0: experts stay where they are
-    )
+    exchange: str = "all_to_all"  # of rows and experts: all_to_all, or direct (one host, CUDA)
+    rebalance_s: float = 0.0  # between two looks at the experts' load; 0: none moves
 
     def __post_init__(self) -> None:
         _positive("decode", {"slots": self.slots, "pages": self.pages, "max_batch": self.max_batch})
@@ -190,10 +189,11 @@ class DecodeSettings:
                 f"decode.spare_experts is {self.spare_experts} and decode.rebalance_s "
                 f"{self.rebalance_s:g}; neither may be below 0"
             )
-        if (self.spare_experts or self.rebalance_s) and self.expert == 1:
+        wanted = self.spare_experts or self.rebalance_s or self.exchange != "all_to_all"
+        if wanted and self.expert == 1:
             raise ConfigError(
-                "decode.spare_experts and decode.rebalance_s need experts on several shares; set "
-                "decode.expert above 1, or both to 0"
+                "decode.spare_experts, rebalance_s and exchange need experts on several shares; "
+                "set decode.expert above 1, or leave them out"
             )
         if self.spare_experts and not self.rebalance_s:
             raise ConfigError(

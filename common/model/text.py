@@ -132,9 +132,12 @@ class TextModel:
         Returns:
             fp32 logits [B, vocab], NaN as of `forward`; of padding they mean nothing.
         """
-        assert self.team is None, "ranks of a group meet on the host between layers"
+        team = self.team
+        assert team is None or team.tensor.size == 1, "tensor ranks do not record steps"
         rows, tile = len(ids), STEP_TILE if self._exact else None
-        run = Run(plan=plan, memory=memory, ops=self.ops, tile=tile, rows=rows, real=rows)
+        run = Run(
+            plan=plan, memory=memory, ops=self.ops, tile=tile, rows=rows, real=rows, team=team
+        )
         residual = self._residual(self.weights.embed[ids])
         for layer in range(self.spec.num_layers):
             self._layer(layer, residual, run)

@@ -14,25 +14,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from common.errors import BackendUnsupported
 from common.parallel.collectives import Axis
 from common.parallel.placement import Routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrived:
-    """Rows that came for this rank's experts, one for each (row, expert), and the way back."""
+    """Rows that came for this rank's experts, one for each (row, expert)."""
 
     rows: Tensor  # [M, Z]
-    local: Tensor  # int64 [M], position among this rank's experts
+    local: Tensor  # int64 [M], position among this rank's experts; beyond them: no row
+    shape: tuple[int, int]  # N, k of the rows that left here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted(Arrived):
+    """The same with what was counted for the way."""
+
     home: Tensor  # int64 [S], for each row sent: its place in the flattened [N, k]
-    shape: tuple[int, int]  # N, k
     sent: tuple[int, ...]  # rows sent to each rank
     received: tuple[int, ...]  # rows received from each rank
 
 
 class Exchange(Protocol):
     """Both ways between rows and experts. All ranks of the axis call in the same order."""
+
+    waits_for_host: bool  # so that a captured pass cannot hold it
 
     def dispatch(
         self, rows: Tensor, ids: Tensor, keep: Tensor, table: Routes
@@ -48,12 +55,24 @@ class Exchange(Protocol):
             table: where each expert is, in shares that are the positions on the axis.
         """
 
-    def combine(self, outputs: Tensor, arrived: Arrived) -> Tensor:
-        """Send outputs [M, Z] home: [N, k, Z], zero where a row was not kept."""
+    def combine(self, outputs: Tensor, arrived: Arrived, weights: Tensor) -> Tensor:
+        """Send outputs home and add up what a row's experts made of it.
+
+        Args:
+            outputs: [M, Z], of the rows that arrived.
+            arrived: of `dispatch`.
+            weights: fp32 [N, k].
+
+        Returns:
+            [N, Z] of the outputs' dtype, zero where a row was not kept; summed in fp32 in ascending
+            order of ids and rounded once, so that it has the bits of a single rank's.
+        """
 
 
 class AllToAll:
     """The definition: one row for each (row, expert), in order of ranks, then rows, then ids."""
+
+    waits_for_host = True
 
     def __init__(self, axis: Axis) -> None:
         """`axis` joins the ranks that hold every expert once."""
@@ -61,7 +80,7 @@ class AllToAll:
 
     def dispatch(
         self, rows: Tensor, ids: Tensor, keep: Tensor, table: Routes
-    ) -> Callable[[], Arrived]:
+    ) -> Callable[[], Counted]:
         """See `Exchange`."""
         count, top = ids.shape
         spread = torch.arange(count, device=ids.device).unsqueeze(1) + self._axis.index
@@ -75,7 +94,7 @@ class AllToAll:
         out, back = tuple(sent.tolist()), tuple(received.tolist())
         travelling = self._axis.begin_all_to_all(rows[home // top], out, back)
         named = self._axis.begin_all_to_all(local.flatten()[home], out, back)
-        return lambda: Arrived(
+        return lambda: Counted(
             rows=travelling(),
             local=named(),
             home=home,
@@ -84,27 +103,14 @@ class AllToAll:
             received=back,
         )
 
-    def combine(self, outputs: Tensor, arrived: Arrived) -> Tensor:
+    def combine(self, outputs: Tensor, arrived: Arrived, weights: Tensor) -> Tensor:
         """See `Exchange`."""
+        assert isinstance(arrived, Counted)
         count, top = arrived.shape
         home = outputs.new_zeros(count * top, outputs.shape[-1])
         home[arrived.home] = self._axis.all_to_all(outputs, arrived.received, arrived.sent)
-        return home.view(count, top, outputs.shape[-1])
-
-
-EXCHANGES = ("all_to_all", "deep_ep", "nixl_ep", "mega_moe")
-
-
-def open_exchange(name: str, axis: Axis) -> Exchange:
-    """The exchange that the settings name.
-
-    Raises:
-        BackendUnsupported: it is unknown, or has no body here.
-    """
-    if name == "all_to_all":
-        return AllToAll(axis)
-    if name not in EXCHANGES:
-        raise BackendUnsupported(f"exchange {name!r} is unknown; use {', '.join(EXCHANGES)}")
-    raise BackendUnsupported(
-        f'exchange {name!r} has no body in this version; set exchange = "all_to_all"'
-    )
+        chosen = home.view(count, top, outputs.shape[-1])
+        total = weights[:, :1] * chosen[:, 0].float()
+        for j in range(1, top):
+            total = total + weights[:, j : j + 1] * chosen[:, j].float()
+        return total.to(outputs.dtype)

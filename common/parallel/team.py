@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from common.config.spec import TextSpec
+from common.parallel.choice import open_exchange
 from common.parallel.collectives import Axis
-from common.parallel.exchange import Arrived, Exchange, open_exchange
+from common.parallel.exchange import Arrived, Exchange
 from common.parallel.mesh import Mesh, Seat
 from common.parallel.placement import Placement, Routes, even, routes
 
@@ -54,8 +55,7 @@ class Team:
     def finish(self, arrived: Arrived, weights: Tensor, compute: Compute) -> Tensor:
         """`sum_e weights[e] * expert_e(z)` over experts that lie on any rank.
 
-        The sum is taken here, in fp32 in ascending order of ids, so that it has the bits of a
-        single rank's. Rows of other parts of the lane stay zero.
+        Rows of other parts of the lane stay zero.
 
         Args:
             arrived: what came for this rank's experts.
@@ -69,11 +69,7 @@ class Team:
         out = arrived.rows
         if len(out):
             out = compute(out, arrived.local.unsqueeze(1))
-        chosen = self.exchange.combine(out, arrived)
-        total = weights[:, :1] * chosen[:, 0].float()
-        for j in range(1, weights.shape[1]):
-            total = total + weights[:, j : j + 1] * chosen[:, j].float()
-        return total.to(out.dtype)
+        return self.exchange.combine(out, arrived, weights)
 
     def count(self, layer: int, ids: Tensor, keep: Tensor) -> None:
         """Note which experts a layer's rows chose; those that cut widths count together once."""
@@ -92,6 +88,8 @@ def join(
     placement: Placement | None = None,
     spare: int = 0,
     exchange: str = "all_to_all",
+    rows: int = 0,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Team:
     """A rank's team.
@@ -104,6 +102,8 @@ def join(
         placement: of every layer's experts over the shares; None spreads them evenly.
         spare: places of a share beyond an even one's, for copies of popular experts.
         exchange: its name in the settings.
+        rows: most rows of a rank in one pass, where the exchange must know.
+        dtype: of activations.
         device: of the model.
 
     Raises:
@@ -112,11 +112,24 @@ def join(
     mesh.check(text)
     count, shares = text.moe.num_experts, mesh.expert
     first, most = placement or even(count, shares), shares if spare else 1
+    seat, moe = mesh.seat(rank), text.moe
+    opened = None
+    if shares > 1:
+        opened = open_exchange(
+            exchange,
+            axes["expert"],
+            rows=rows,
+            top=moe.top_k,
+            width=moe.latent or text.hidden,
+            experts=max(len(first.shares[seat.expert]), -(-count // shares) + spare),
+            dtype=dtype,
+            device=torch.device(device),
+        )
     return Team(
         mesh=mesh,
-        seat=mesh.seat(rank),
+        seat=seat,
         tensor=axes["tensor"],
-        exchange=open_exchange(exchange, axes["expert"]) if shares > 1 else None,
+        exchange=opened,
         tables=tuple(routes(first, count, device, most=most) for _ in text.moe_layers),
         load=torch.zeros(len(text.moe_layers), count, dtype=torch.int64, device=device),
     )

@@ -27,6 +27,7 @@ from common.errors import (
     TransferError,
 )
 from common.ops.digest import Signature
+from common.runtime.graphs import group_reserve, record
 from common.runtime.group import Leader
 from common.runtime.orders import (
     Abandon,
@@ -92,7 +93,7 @@ class Leading:
         self._lock = threading.Lock()
         self.on_lost: Callable[[str], None] | None = None
         self._agents: dict[int, Future[Here]] = {r: Future() for r in range(1, mesh.world)}
-        own = first_word(plan, 0, secret=secret)
+        own = first_word(plan, 0, secret=secret, reserve=group_reserve(plan))
         self._leader = Leader(mesh.world, own, host)
         self._leader.on_order, self._leader.on_lost = self._answered, self._lost
         try:
@@ -105,7 +106,9 @@ class Leading:
                 books = part.memory(partial(self._mirror, lane), lane)
                 books.lanes = self.memory.lanes
                 self.memory.lanes.append(books)
-            self.loaded = part.loaded(part.meet(store, self._leader.send))
+            model = part.meet(store, self._leader.send)
+            record(plan, model, self.memory)
+            self.loaded = part.loaded(model)
             self._here = [self._agents[rank].result(MEET_S) for rank in range(1, mesh.world)]
             self.agents = tuple(here.agent for here in self._here)
         except Exception:

@@ -59,6 +59,8 @@ def load_facts(settings: Settings) -> Facts:
     device = torch.device(settings.model.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
+    elif device.index is not None:
+        torch.cuda.set_device(device)
     return Facts(
         directory=directory,
         spec=spec,

@@ -51,6 +51,8 @@ class Plan:
     pages: int
     spare: int = 0  # places for copies of experts
     moves: bool = False  # whether experts change ranks
+    exchange: str = "all_to_all"
+    rows: int = 0  # most of a lane in one pass, where the exchange must know
 
     @classmethod
     def of(cls, settings: Settings, room: str) -> Plan:
@@ -70,6 +72,8 @@ class Plan:
             pages=table.pages,
             spare=settings.decode.spare_experts if moving else 0,
             moves=moving and settings.decode.rebalance_s > 0,
+            exchange=settings.decode.exchange if moving else "all_to_all",
+            rows=settings.decode.max_batch if moving else 0,
         )
 
 
@@ -100,11 +104,21 @@ class Part:
 
     def meet(self, store: Store, send: Callable[[Order], None] | None = None) -> GroupModel:
         """Join the group's collectives; all ranks do this together. `send` is the leader's."""
-        backend = "nccl" if self.facts.device.type == "cuda" else "gloo"
+        backend = self._backend(store)
         mesh = self.plan.mesh
         axes = open_axes(mesh, self.rank, store, backend=backend, patience_s=PATIENCE_S)
         text = self.facts.spec.text
-        team = join(mesh, self.rank, axes, text, spare=self.plan.spare, device=self.facts.device)
+        team = join(
+            mesh,
+            self.rank,
+            axes,
+            text,
+            spare=self.plan.spare,
+            exchange=self.plan.exchange,
+            rows=self.plan.rows,
+            dtype=self.facts.dtype,
+            device=self.facts.device,
+        )
         return GroupModel(
             text,
             self.weights,
@@ -114,6 +128,24 @@ class Part:
             exact=is_exact(self.plan.settings, self.facts.device),
             send=send,
         )
+
+    def _backend(self, store: Store) -> str:
+        """NCCL between devices; ranks that share one, which NCCL refuses, go over host memory."""
+        if self.facts.device.type != "cuda":
+            return "gloo"
+        uuid = str(torch.cuda.get_device_properties(self.facts.device).uuid)
+        world = self.plan.mesh.world
+        store.set(f"device/{self.rank}", uuid)
+        devices = {bytes(store.get(f"device/{rank}")) for rank in range(world)}
+        if len(devices) == world:
+            return "nccl"
+        logger.warning(
+            "%d ranks share %d devices: collectives go over host memory, which is slow; give every "
+            "rank a device of its own",
+            world,
+            len(devices),
+        )
+        return "gloo"
 
     def loaded(self, model: GroupModel) -> Loaded:
         """The facts with the model that has met its group."""
@@ -125,15 +157,18 @@ class Part:
 FIELDS = dataclasses.fields(Facts)
 
 
-def first_word(plan: Plan, rank: int, *, secret: str) -> Join:
+def first_word(plan: Plan, rank: int, *, secret: str, reserve: int = 0) -> Join:
     """How a rank will introduce itself; its memory is planned and judged before it is taken.
+
+    `reserve` are bytes for what is no weight and no pool.
 
     Raises:
         ConfigError: the mesh does not divide the model, or the rank's memory does not suffice.
     """
     facts, mesh = load_facts(plan.settings), plan.mesh
     mesh.check(facts.spec.text)
-    wanted = planned_memory(facts, plan, packed=takes_packed(chosen(facts, plan)))
+    packed = takes_packed(chosen(facts, plan))
+    wanted = planned_memory(facts, plan, packed=packed, reserve=reserve)
     logger.info("memory of rank %d:\n%s", rank, "\n".join(wanted.lines()))
     wanted.check()
     return joining(

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import torch
+
 from common.config.loading import as_tables
 from common.config.settings import Settings
 
@@ -17,12 +19,20 @@ class LocalRanks:
 
     def __init__(self, settings: Settings, room: str, secret: str) -> None:
         """Remember what to start them with."""
-        self._tables = json.dumps(as_tables(settings)).encode()
+        self._tables = as_tables(settings)
         self._room, self._secret = room, secret
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, rank: int, host: str, port: int) -> None:
-        """Start one; it reads the settings from its standard input."""
+        """Start one; it reads the settings from its standard input.
+
+        Where the leader has the first of several devices, rank r takes device r, from the first
+        again when there are fewer.
+        """
+        tables = self._tables
+        if tables["model"]["device"] in ("cuda", "cuda:0") and torch.cuda.device_count() > 1:
+            device = f"cuda:{rank % torch.cuda.device_count()}"
+            tables = tables | {"model": tables["model"] | {"device": device}}
         process = subprocess.Popen(
             [sys.executable, "-m", "common.runtime.rank", self._room, str(rank), f"{host}:{port}"],
             env=os.environ | {"BATON_SECRET": self._secret},
@@ -30,7 +40,7 @@ class LocalRanks:
         )
         assert process.stdin is not None
         with suppress(BrokenPipeError):  # it ended already; `ended` will tell
-            process.stdin.write(self._tables)
+            process.stdin.write(json.dumps(tables).encode())
             process.stdin.close()
         self.processes.append(process)
 

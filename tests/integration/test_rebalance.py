@@ -96,6 +96,31 @@ async def test_experts_move_under_running_requests_without_a_wrong_token(skewed,
     print(f"{axes}: the busiest share over the mean {first.before:.2f}, then {first.after:.2f}")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("exchange", "ops"),
+    [("all_to_all", "reference"), ("direct", "reference"), ("direct", "auto")],  # auto: captured
+)
+async def test_ranks_that_share_a_device_answer_alike_while_experts_move(exchange, ops) -> None:
+    model = {"device": "cuda", "ops": ops}
+    moving = {"data": 2, "expert": 2, "spare_experts": 2, "rebalance_s": 3600.0}
+    async with in_process(changed(settings_of(), model=model)) as line:
+        alone = await answers(line)
+    grouped = settings_of(**moving, exchange=exchange)
+    async with in_process(changed(grouped, model=model)) as line:
+        (room,) = line.decodes
+        gains = []
+        is_captured = room.loaded.model.replays is not None
+        assert is_captured is (ops == "auto")
+
+        async def look() -> None:
+            gains.append(await asyncio.to_thread(room.rebalancer.look))
+
+        assert await answers(line, look) == alone
+        assert await answers(line) == alone
+    assert sum(gain.experts for gain in gains) > 0
+
+
 async def test_an_expert_that_did_not_arrive_as_it_was_sent_is_not_used() -> None:
     settings = settings_of(data=2, expert=2, spare_experts=1, rebalance_s=3600.0)
     async with in_process(settings) as line:
@@ -118,6 +143,7 @@ async def test_an_expert_that_did_not_arrive_as_it_was_sent_is_not_used() -> Non
     [
         ({"rebalance_s": 5.0}, "need experts on several shares"),
         ({"data": 2, "expert": 2, "spare_experts": 2}, "set decode.rebalance_s"),
+        ({"data": 2, "exchange": "direct"}, "need experts on several shares"),
         ({"data": 2, "expert": 2, "spare_experts": -1}, "neither may be below 0"),
     ],
     ids=str,

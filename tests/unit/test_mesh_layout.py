@@ -7,9 +7,7 @@ import torch
 
 from common.config.checkpoint import load_spec, parse_spec
 from common.config.release import RELEASE
-from common.errors import BackendUnsupported, ConfigError
-from common.parallel.collectives import SOLO
-from common.parallel.exchange import EXCHANGES, open_exchange
+from common.errors import ConfigError
 from common.parallel.mesh import Mesh, narrowed
 from common.parallel.placement import Placement, even, routes
 from common.weights import load_text
@@ -129,9 +127,3 @@ def test_copies_of_an_expert_are_used_in_turn() -> None:
 def test_a_placement_that_is_not_one_is_refused(shares) -> None:
     with pytest.raises(ConfigError):
         Placement(shares).check(3)
-
-
-@pytest.mark.parametrize("name", [*EXCHANGES[1:], "other"])
-def test_an_exchange_without_a_body_is_refused_by_name(name) -> None:
-    with pytest.raises(BackendUnsupported, match=name):
-        open_exchange(name, SOLO)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from common.config.checkpoint import load_spec
 from common.errors import ConfigError
 from common.model import moe
 from common.model.text import TextModel
@@ -16,20 +16,25 @@ from common.parallel.exchange import AllToAll
 from common.parallel.mesh import Mesh
 from common.parallel.placement import Placement, even, routes
 from common.parallel.team import Team
-from common.weights import load_text
+from common.runtime import graphs
+from common.runtime.graphs import Eager, GraphedModel
+from common.runtime.grouped import GroupModel
 from tests.support.golden import write_tiny
-from tests.support.models import alone, load
+from tests.support.models import Request, allocate, alone, chunks, load, steps
 
 
 class Noted(AllToAll):
-    """An exchange that notes when rows leave and when they are waited for."""
+    """An exchange that notes when rows leave and when they are waited for, and how many went."""
+
+    waits_for_host = False
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(SOLO)
-        self.events = events
+        self.events, self.rows = events, 0
 
     def dispatch(self, rows, ids, keep, table):
         self.events.append("rows leave")
+        self.rows += int(keep.sum())
         arrived = super().dispatch(rows, ids, keep, table)
 
         def wait():
@@ -39,15 +44,11 @@ class Noted(AllToAll):
         return wait
 
 
-def test_the_shared_expert_computes_while_rows_travel(tmp_path, monkeypatch) -> None:
-    directory = write_tiny(tmp_path, "k3")
-    spec = load_spec(directory)
-    text, count = spec.text, spec.text.moe.num_experts
-    events: list[str] = []
-    dense = moe._dense
-    monkeypatch.setattr(moe, "_dense", lambda *a: (events.append("shared"), dense(*a))[1])
+def team_of(loaded, events: list[str]) -> Team:
+    """A team of one whose rows take the exchange's way all the same."""
+    text, count = loaded.spec.text, loaded.spec.text.moe.num_experts
     tables = tuple(routes(even(count, 1), count, "cpu") for _ in text.moe_layers)
-    team = Team(
+    return Team(
         mesh=Mesh(),
         seat=Mesh().seat(0),
         tensor=SOLO,
@@ -55,14 +56,57 @@ def test_the_shared_expert_computes_while_rows_travel(tmp_path, monkeypatch) -> 
         tables=tables,
         load=torch.zeros(len(tables), count, dtype=torch.int64),
     )
-    model = TextModel(text, load_text(directory, spec, dtype=torch.float32), team=team)
-    events.clear()
-    one = load(directory)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    return load(write_tiny(tmp_path_factory.mktemp("tiny"), "k3"))
+
+
+def test_the_shared_expert_computes_while_rows_travel(one, monkeypatch) -> None:
+    events: list[str] = []
+    dense, text = moe._dense, one.spec.text
+    model = TextModel(text, one.weights, team=team_of(one, events))
+    wanted = alone(one, list(range(5)), [7])
+    monkeypatch.setattr(moe, "_dense", lambda *a: (events.append("shared"), dense(*a))[1])
     found = alone(replace(one, model=model), list(range(5)), [7])
     dense_layers = text.num_layers - len(text.moe_layers)
     layer = ["rows leave", "shared", "rows are waited for"]
     assert events == (["shared"] * dense_layers + layer * len(text.moe_layers)) * 2
-    assert torch.equal(found, alone(one, list(range(5)), [7]))
+    assert torch.equal(found, wanted)
+
+
+def test_a_recorded_step_neither_sends_nor_counts_padding(one) -> None:
+    team, layers = team_of(one, []), len(one.spec.text.moe_layers)
+    model = GroupModel(one.spec.text, one.weights, team=team, data=SOLO, send=lambda order: None)
+    memory, plain = (allocate(one.spec.text, slots=3, pages=3) for _ in range(2))
+    model.replays = GraphedModel(model, memory, most=8, width=1, recorder=Eager())
+    assert team.exchange.rows == 0 and not team.load.any()  # recording is all padding
+    mine, theirs = ([Request(slot, (slot,)) for slot in range(3)] for _ in range(2))
+    model.forward(chunks(*(own.share(range(5)) for own in mine)), memory)
+    one.model.forward(chunks(*(other.share(range(5)) for other in theirs)), plain)
+    team.exchange.rows = 0
+    found = model.forward(steps(*(own.share([9]) for own in mine)), memory)
+    wanted = one.model.forward(steps(*(other.share([9]) for other in theirs)), plain)
+    assert torch.equal(found, wanted)
+    assert team.exchange.rows == 3 * layers  # of a bucket of four
+    assert team.load.sum(1).tolist() == [18 * one.spec.text.moe.top_k] * layers
+
+
+@pytest.mark.parametrize(
+    ("axes", "waits", "sentence"),
+    [
+        ({"tensor": 2}, False, "sums over tensor ranks are not recorded"),
+        ({"data": 2, "expert": 2}, True, 'set decode.exchange = "direct"'),
+        ({"data": 2, "expert": 2}, False, ""),
+    ],
+)
+def test_steps_of_a_group_are_captured_or_the_reason_is_told(one, axes, waits, sentence) -> None:
+    team = team_of(one, [])
+    team.exchange.waits_for_host = waits
+    tensor = SimpleNamespace(size=axes.get("tensor", 1))
+    told = graphs._meeting(replace(team, tensor=tensor))
+    assert sentence in told and bool(sentence) == bool(told)
 
 
 def test_new_routes_are_taken_in_place() -> None:

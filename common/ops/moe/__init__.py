@@ -61,7 +61,8 @@ def experts(
 
     Args:
         x: [N, Z].
-        ids: int64 [N, k], ascending.
+        ids: int64 [N, k], ascending; the number of experts stands for none, and what a row with
+            none adds up to is not defined.
         weights: fp32 [N, k].
         stack: the layer's experts; packed ones are unpacked to the dtype of `x`.
         activation: between the two products.

@@ -75,14 +75,15 @@ def _all(
     down = stack.w2.transpose(1, 2)
     every = [torch.bmm(part.transpose(0, 1), down) for part in inner.split(height)]  # [E, tile, Z]
     flat = torch.cat(every, 1)[:, :rows].transpose(0, 1)
-    out.copy_(flat.gather(1, ids.unsqueeze(-1).expand(-1, -1, flat.shape[-1])))
+    known = ids.clamp(max=stack.num_experts - 1)
+    out.copy_(flat.gather(1, known.unsqueeze(-1).expand(-1, -1, flat.shape[-1])))
 
 
 def _some(
     x: Tensor, ids: Tensor, stack: ExpertStack, act: Activation, tile: int | None, out: Tensor
 ) -> None:
     """Each expert on the rows that chose it."""
-    for expert in ids.unique().tolist():
+    for expert in ids[ids < stack.num_experts].unique().tolist():
         rows, place = (ids == expert).nonzero(as_tuple=True)
         w13, w2 = _weights(stack, expert, x.dtype)
         out[rows, place] = linear(activate(linear(x[rows], w13, tile), act), w2, tile)

@@ -1,0 +1,72 @@
+"""Which exchange can run where: a body, or a sentence that says why not and what to set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.errors import BackendUnsupported
+from common.ops.exchange import Layout
+from common.parallel import choice
+from common.parallel.choice import EXCHANGES, PACKAGES, open_exchange
+from common.parallel.collectives import SOLO
+from common.parallel.direct import Direct
+from common.parallel.exchange import AllToAll
+from common.parallel.placement import even, routes
+from common.parallel.window import Window
+
+SHAPES = {"rows": 4, "top": 2, "width": 8, "experts": 2, "dtype": torch.float32}
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def opened(name: str, device: torch.device = CPU):
+    return open_exchange(name, SOLO, **SHAPES, device=device)
+
+
+def test_the_definition_runs_anywhere() -> None:
+    assert isinstance(opened("all_to_all"), AllToAll) and opened("all_to_all").waits_for_host
+
+
+@pytest.mark.parametrize("name", EXCHANGES[1:])
+def test_on_a_cpu_the_others_are_refused(name) -> None:
+    with pytest.raises(BackendUnsupported, match=r'model is on cpu.*set exchange = "all_to_all"'):
+        opened(name)
+
+
+@pytest.mark.parametrize("name", list(PACKAGES))
+def test_a_missing_package_is_named(name, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(choice, "find_spec", lambda package: None)
+    with pytest.raises(BackendUnsupported, match=f"package {PACKAGES[name]} is not installed"):
+        opened(name, CUDA)
+    monkeypatch.setattr(choice, "find_spec", lambda package: package)
+    with pytest.raises(BackendUnsupported, match="has no body in this version"):
+        opened(name, CUDA)
+
+
+def test_deep_ep_says_that_a_row_chooses_too_many_experts() -> None:
+    with pytest.raises(BackendUnsupported, match="11 choices a row at most, and this model has 16"):
+        open_exchange("deep_ep", SOLO, **(SHAPES | {"top": 16}), device=CUDA)
+
+
+def test_mega_moe_says_which_hardware_it_is_for(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with pytest.raises(BackendUnsupported, match=r"SM100 \(B200, B300\), and this device is SM90"):
+        opened("mega_moe", CUDA)
+
+
+def test_an_unknown_exchange_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(BackendUnsupported, match="'other' is unknown; use all_to_all, direct"):
+        opened("other")
+
+
+def test_a_batch_beyond_the_window_is_refused_before_anything_is_sent() -> None:
+    layout = Layout(ranks=1, places=8, width=8, dtype=torch.float32)
+    window = Window(
+        own=torch.zeros(layout.size, dtype=torch.uint8), addresses=torch.zeros(1, dtype=torch.int64)
+    )
+    direct = Direct(0, window, layout, experts=2)
+    rows, keep = torch.zeros(5, 8), torch.ones(5, dtype=torch.bool)
+    ids = torch.zeros(5, 2, dtype=torch.int64)
+    with pytest.raises(BackendUnsupported, match=r"5 rows of 2 choices exceed .* window of 8"):
+        direct.dispatch(rows, ids, keep, routes(even(2, 1), 2, "cpu"))
