@@ -45,7 +45,7 @@ RUNS, WARM = 15, 3
 SLOW_S = 0.1
 SIZES = (1024, 8192, 65536)
 AT_ONCE = (1, 2, 4, 8)
-PIECES_MB = (16, 32, 64, 128, 256)
+PIECES_MB = (32, 64, 128, 256)
 Way = Callable[[], object]
 
 

@@ -71,7 +71,7 @@ class LatentPool:
         if not pages:
             return
         sums, finite = digest_listed(self.pages, pages, PAGE_TOKENS, first * self.page_words)
-        index = torch.tensor(list(pages), device=self.pages.device)
+        index = self._index(pages)
         self._sums[index], self._finite[index] = sums, finite
         for position, page in enumerate(pages, start=first):
             self._signed_as[page] = position
@@ -107,7 +107,7 @@ class LatentPool:
                 raise ValueError(
                     f"page {pages[position]} is not signed as page {position} of its request"
                 )
-        index = torch.tensor(list(pages[:full]), dtype=torch.int64, device=self.pages.device)
+        index = self._index(pages[:full])
         summing.add_known(at, self._sums[index].sum(0), self._finite[index].all(0))
 
     def measure(self, pages: Sequence[int], num_tokens: int) -> Signature:
@@ -149,3 +149,8 @@ class LatentPool:
         self.pages[dst].copy_(self.pages[src])
         self._sums[dst], self._finite[dst] = self._sums[src], self._finite[src]
         self._signed_as[dst] = self._signed_as[src]
+
+    def _index(self, pages: Sequence[int]) -> torch.Tensor:
+        """Page numbers on the pool's device; does not wait for it."""
+        numbers = torch.tensor(list(pages), dtype=torch.int64)
+        return numbers.to(self.pages.device, non_blocking=True)

@@ -90,7 +90,7 @@ def digest_kernel(table_ptr, sum_ptr, bad_ptr, parts, ALIGNED: tl.constexpr, BLO
 
 def add(
     parts: Sequence[Rows], sums: Tensor, bad: Tensor, *, pitch: int = 0, block: int = 2048,
-    programs: int = 2048, num_warps: int = 4,
+    programs: int = 1024, num_warps: int = 4,
 ) -> None:  # fmt: skip
     """Digest parts and add them.
 
