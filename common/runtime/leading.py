@@ -198,6 +198,11 @@ class Leading:
         self._leader.send(Agents(agents=agents))
         return agents
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank is gone, whatever a pass in progress still waits for."""
+        return bool(self._leader.failure)
+
     def close(self) -> None:
         """End the group."""
         self._leader.close()

@@ -150,6 +150,11 @@ class TextRoom:
         answer.result()
         return lease_left(asked, time.monotonic(), ticket.lease_s)
 
+    def is_over(self, engine: EngineLoop) -> bool:
+        """Whether this replica must be replaced; its engine may be stuck, so it is not asked."""
+        lost = self.leading is not None and self.leading.is_lost
+        return lost or engine.failure is not None or self.receiver.must_restart
+
     def gauge(self) -> None:
         """Bring the process's gauges up to date."""
         self.tally.set("baton_quarantine", float(self.receiver.quarantined))

@@ -29,6 +29,7 @@ from services.decode.balance import Move, balance, imbalance, moves, settled
 
 log = logging.getLogger(__name__)
 NODE_SHARES = 8  # neighbouring shares with fast links between them
+LEAST = 64  # mean rows of an expert between two looks; with fewer, chance alone looks uneven
 WORTH = 1.05  # the busiest share must have so many times the rows that it would have
 COMMIT_S = 30.0  # for all ranks to reach an order in their turn
 
@@ -64,6 +65,7 @@ class Rebalancer:
         count, shares = model.mates.load.shape[1], leading.mesh.expert
         self._places = -(-count // shares) + spare
         self.placements = [even(count, shares)] * len(model.mates.load)
+        self.least = LEAST
         self._seen = torch.zeros_like(model.mates.load, device="cpu")
         self._told = threading.Event()
         self._thread: threading.Thread | None = None
@@ -83,8 +85,8 @@ class Rebalancer:
         """Look no more."""
         self._told.set()
 
-    def look(self) -> Gain:
-        """Count, and move what is worth it; waits until it is done.
+    def look(self) -> Gain | None:
+        """Count, and move what is worth it; waits until it is done. None: too little came yet.
 
         Raises:
             RoomLost: the group is over.
@@ -92,6 +94,8 @@ class Rebalancer:
                 moved.
         """
         load = self._since_last()
+        if load is None:
+            return None
         before = after = 0.0
         layers = experts = 0
         for layer, rows in enumerate(load.tolist()):
@@ -129,12 +133,15 @@ class Rebalancer:
             except ServingError as error:
                 log.warning("experts stay where they are: %s", error)
 
-    def _since_last(self) -> torch.Tensor:
+    def _since_last(self) -> torch.Tensor | None:
         asked = self._leading.ask_all(lambda _, number: Count(number=number))
         own = self._loop.ask(self._model.load).result()
         found = self._leading.await_all(asked, COMMIT_S, self._told.is_set)
         now = torch.tensor([own, *found]).sum(0)
-        load, self._seen = now - self._seen, now
+        load = now - self._seen
+        if float(load.float().mean()) < self.least:
+            return None
+        self._seen = now
         return load
 
     def _chosen(self, rows: Sequence[int], old: Placement) -> Placement:

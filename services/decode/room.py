@@ -130,7 +130,7 @@ class DecodeRoom(TextRoom):
             free_pages=sum(lane.pages.free for lane in self.memory.lanes),
             total_slots=sum(lane.slots.total for lane in self.memory.lanes),
             total_pages=sum(lane.pages.total for lane in self.memory.lanes),
-            suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
+            suspended=self.is_over(self.engine.loop),
             leaving=self.room.is_leaving,
             counters=self.tally.snapshot(),
         )

@@ -118,7 +118,7 @@ class PrefillRoom(TextRoom):
             total_slots=sum(lane.slots.total for lane in self.memory.lanes),
             total_pages=sum(lane.pages.total for lane in self.memory.lanes),
             oldest_s=max((now - work.arrived for work in queued), default=0.0),
-            suspended=self.engine.loop.failure is not None or self.receiver.must_restart,
+            suspended=self.is_over(self.engine.loop),
             leaving=self.room.is_leaving,
             counters=self.tally.snapshot(),
         )

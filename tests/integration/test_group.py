@@ -143,6 +143,27 @@ async def test_an_idle_group_notices_a_lost_rank_and_takes_the_others_along() ->
         assert (await room.load(Ping(), "test")).suspended
 
 
+async def test_a_pass_that_never_ends_does_not_hide_that_a_rank_is_lost() -> None:
+    async with in_process(of_ranks(tensor=2)) as line:
+        room, stuck = line.decodes[0], threading.Event()
+
+        def kill(batch, memory) -> None:
+            os.kill(ranks_of(room)[0].pid, signal.SIGKILL)
+            stuck.wait(20)  # as a kernel that waits for a rank's rows would
+
+        room.engine.plant = kill
+        asked = asyncio.create_task(line.run(line.task(PROMPTS[0], deadline_s=15.0)))
+        try:
+            async with asyncio.timeout(8):
+                while not (await room.load(Ping(), "test")).suspended:
+                    await asyncio.sleep(0.05)
+            assert room.room.ended.is_set() and room.engine.loop.failure is None
+        finally:
+            stuck.set()
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+
 def test_a_leader_that_is_killed_takes_its_ranks_along(tmp_path) -> None:
     path = write_settings(
         tmp_path / "s.toml", {"server": {"port": 0, "admin_port": 0}, "decode": {"tensor": 2}}

@@ -82,6 +82,8 @@ async def test_experts_move_under_running_requests_without_a_wrong_token(skewed,
     async with in_process(changed(still, model=model, decode=moving)) as line:
         (room,) = line.decodes
         gains = []
+        assert await asyncio.to_thread(room.rebalancer.look) is None  # nothing was chosen yet
+        room.rebalancer.least = 0
 
         async def look() -> None:
             assert room.engine.helds()  # in the middle of answers
@@ -110,6 +112,7 @@ async def test_ranks_that_share_a_device_answer_alike_while_experts_move(exchang
     async with in_process(changed(grouped, model=model)) as line:
         (room,) = line.decodes
         gains = []
+        room.rebalancer.least = 0
         is_captured = room.loaded.model.replays is not None
         assert is_captured is (ops == "auto")
 
@@ -125,6 +128,7 @@ async def test_an_expert_that_did_not_arrive_as_it_was_sent_is_not_used() -> Non
     settings = settings_of(data=2, expert=2, spare_experts=1, rebalance_s=3600.0)
     async with in_process(settings) as line:
         rebalancer = line.decodes[0].rebalancer
+        rebalancer.least = 0
         whole = await answers(line)  # also the load that will be looked at
         honest, before = rebalancer._moving.fetch, list(rebalancer.placements)
 
