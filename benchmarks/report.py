@@ -68,11 +68,13 @@ def parts(lines: Iterable[dict[str, Any]]) -> list[str]:
     """The table of a step's parts: a row a part, with its launches."""
     rows = ["| step | part | floor | took | of the floor | launches |", "|---|---|---|---|---|---|"]
     for line in lines:
-        case = line["case"]
+        case = dict(line["case"])
+        part = case.pop("part")
+        what = ", ".join(f"{key} {value}" for key, value in case.items())
         share = f"{line['of_floor']:.2f}" if line["floor_us"] else ""
         rows.append(
-            f"| batch {case['batch']}, context {case['context']} | {case['part']} | "
-            f"{line['floor_us']:,.1f} | {line['us']:,.1f} | {share} | {line['launches']} |"
+            f"| {what} | {part} | {line['floor_us']:,.1f} | {line['us']:,.1f} | {share} | "
+            f"{line['launches']} |"
         )
     return rows
 

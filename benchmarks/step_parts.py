@@ -27,19 +27,21 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.ops import COPY, MATRIX
 from benchmarks.slice import SPEC, memory, weights
-from benchmarks.step import VOCAB, floor_us, model_of, step_plan
+from benchmarks.step import VOCAB, floor_us, model_of, prefill_us, step_plan
 from benchmarks.timing import append, machine, measure
 from common.config.checkpoint import parse_spec
 from common.config.release import RELEASE
-from common.config.spec import TextSpec
+from common.config.spec import CHUNK, TextSpec
 from common.config.step import Rates, Rows, floors
 from common.model import text
+from common.model.batch import Share, StepBatch
 from common.model.text import TextModel
 from common.ops.table import Ops
 
 CASES = ((1, 1024), (8, 8192), (32, 8192), (64, 8192), (8, 131072))
 SLICE = dataclasses.replace(parse_spec(RELEASE), text=SPEC)
 RATES = Rates(copy=COPY * 1e6, flops=MATRIX * 1e6, network=0.0)
+PRODUCTS = ("linear", "widened")
 GAPS = "between kernels"
 WHOLE = "whole step"
 DEVICE_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -67,7 +69,7 @@ def _part_of_ffn(call: str, spec: TextSpec) -> str:
     moe, latent = spec.moe, spec.moe.latent or spec.hidden
     shared, dense = moe.num_shared * moe.width, spec.dense_width
     names = {
-        f"linear {moe.num_experts}x{spec.hidden}": "router",
+        f"widened {moe.num_experts}x{spec.hidden}": "router",
         "route": "router",
         f"linear {latent}x{spec.hidden}": "latent products",
         f"linear {spec.hidden}x{latent}": "latent products",
@@ -84,7 +86,7 @@ def told(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     """The body, naming itself to the profiler; a product also by its weight's shape."""
 
     def call(*args: Any, **more: Any) -> Any:
-        shape = f" {args[1].shape[0]}x{args[1].shape[1]}" if name == "linear" else ""
+        shape = f" {args[1].shape[0]}x{args[1].shape[1]}" if name in PRODUCTS else ""
         with record_function(f"part:{name}{shape}"):
             return body(*args, **more)
 
@@ -161,26 +163,75 @@ def measured(model: TextModel, path: Path, batch: int, context: int) -> None:
 
     parts = traced(model, step)
     seconds = floors(SLICE, "bfloat16", Rows(lane=batch, context=context), RATES)
-    least = {part: second * 1e6 for part, second in seconds.items()}
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(model)
     timing = measure([graph.replay], graph=False)
-    busy = sum(map(sum, parts.values()))
-    rows = [(part, sum(us), len(us), least.get(part, 0.0)) for part, us in parts.items()]
-    rows += [(GAPS, timing.us - busy, 0, 0.0)]
-    rows += [(WHOLE, timing.us, sum(map(len, parts.values())), floor_us(batch, context))]
-    for part, us, launches, floor in rows:
+    least = seconds | {WHOLE: floor_us(batch, context) / 1e6}
+    keep(path, {"batch": batch, "context": context}, parts, least, timing.us)
+
+
+def prompt(model: TextModel, path: Path, tokens: int) -> None:
+    """All parts of a pass over a prompt, against the flops of its products."""
+    pools = memory(SPEC, 1, tokens // CHUNK, full=False)
+    ids = tuple(torch.randint(0, VOCAB, (tokens,)).tolist())
+    share = Share(slot=0, pages=tuple(range(tokens // CHUNK)), start=0, token_ids=ids)
+
+    def one_pass(one: TextModel) -> object:
+        return one.forward(StepBatch(kind="chunks", shares=(share,)), pools)
+
+    parts, least = traced(model, one_pass), prompt_floors(SPEC, tokens)
+    timing = measure([lambda: one_pass(model)], replays=5, graph=False)
+    least[WHOLE] = prefill_us(tokens) / 1e6
+    keep(path, {"prompt": tokens}, parts, least, timing.us)
+
+
+def prompt_floors(spec: TextSpec, tokens: int) -> dict[str, float]:
+    """Seconds of a prompt's products at the matrix rate; other parts have no floor here."""
+    h, kda, mla, moe = spec.hidden, spec.kda, spec.mla, spec.moe
+    latent, mixing, queries = moe.latent or h, len(spec.moe_layers), mla.nope_dim + mla.rope_dim
+    wide = mla.num_heads * mla.v_dim
+    values = {
+        "KDA products": len(spec.kda_layers) * (
+            h * (5 * kda.inner + kda.head_dim + kda.num_heads) + kda.head_dim * kda.inner
+        ),
+        "attention products": len(spec.mla_layers) * (
+            h * ((mla.q_lora_rank or 0) + mla.latent_width + 2 * wide)
+            + mla.num_heads * queries * (mla.q_lora_rank or h)
+        ),
+        "attention": len(spec.mla_layers) * mla.num_heads * (
+            (mla.nope_dim + mla.v_dim) * mla.kv_lora_rank + (queries + mla.v_dim) * tokens / 2
+        ),
+        "router": mixing * moe.num_experts * h,
+        "latent products": mixing * 2 * latent * h,
+        "routed experts": mixing * moe.top_k * 3 * moe.width * latent,
+        "shared expert": mixing * 3 * h * moe.num_shared * moe.width,
+        "dense network": (spec.num_layers - mixing) * 3 * h * spec.dense_width,
+    }  # fmt: skip
+    return {part: 2.0 * tokens * each / RATES.flops for part, each in values.items()}
+
+
+def keep(
+    path: Path,
+    case: dict[str, int],
+    parts: dict[str, list[float]],
+    least: dict[str, float],
+    whole_us: float,
+) -> None:
+    """Write and print a line a part; `least` in seconds."""
+    rows = [(part, sum(us), len(us)) for part, us in parts.items()]
+    rows += [(GAPS, whole_us - sum(us for _, us, _ in rows), 0)]
+    rows += [(WHOLE, whole_us, sum(count for _, _, count in rows))]
+    for part, us, launches in rows:
+        floor = least.get(part, 0.0) * 1e6
         line = {
-            "op": "parts", "case": {"batch": batch, "context": context, "part": part},
-            "who": "body", "us": round(us, 1), "floor_us": round(floor, 1), "launches": launches,
+            "op": "parts", "case": case | {"part": part}, "who": "body", "us": round(us, 1),
+            "floor_us": round(floor, 1), "launches": launches,
             "of_floor": round(floor / us, 3) if us > 0 else 0.0,
         }  # fmt: skip
         append(path, line | {"machine": machine()})
-        print(
-            f"{batch:4} {context:7} {part:32} {us:9.1f} us {floor:9.1f} floor {launches:4}",
-            flush=True,
-        )
+        told = f"{us:9.1f} us {floor:9.1f} floor {launches:4}"
+        print(*case.values(), f"{part:32} {told}", flush=True)
 
 
 def main() -> None:
@@ -189,6 +240,7 @@ def main() -> None:
     model = model_of(weights(), "auto")
     for batch, context in CASES:
         measured(model, Path(sys.argv[1]), batch, context)
+    prompt(model, Path(sys.argv[1]), 8192)
 
 
 if __name__ == "__main__":

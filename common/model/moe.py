@@ -39,7 +39,8 @@ def feed_forward(
 
 def router_logits(x: Tensor, w: MoeWeights, run: Run) -> Tensor:
     """fp32 [rows, E]: inputs as they are, products and sums in fp32."""
-    return run.linear(x.float(), w.router)
+    out: Tensor = run.ops.widened(x, w.router, run.tile)
+    return out
 
 
 def idle(layer: int, w: MoeWeights, width: int, spec: TextSpec, act: Activation, run: Run) -> None:

@@ -112,20 +112,25 @@ class Blocks:
         return out
 
     def from_mixer(self, layer: int, out: Tensor) -> None:
-        """See `Residual`."""
-        self._prefix = out if layer % self._block == 0 else self._prefix + out
+        """See `Residual`; folded in by the next read, unless it starts a block."""
+        if layer % self._block == 0:
+            self._prefix = out
+        else:
+            self._pending = out
 
     def to_ffn(self, layer: int) -> Tensor:
         """See `Residual`; reads the block that this layer may have stored."""
         w = self._weights.layers[layer]
-        out, _ = self._read(
+        out, self._prefix = self._read(
             self._prefix,
             self._bank,
             layer // self._block + 1,
             _score(w.ffn_score),
             eps=self._spec.eps,
+            pending=self._pending,
             norm=w.post_norm,
         )
+        self._pending = None
         return out
 
     def from_ffn(self, out: Tensor) -> None:

@@ -194,7 +194,7 @@ def _other_refusals(spec: TextSpec, quantization: str | None) -> dict[str, str]:
 
 
 _OPS = (
-    "linear", "write_steps", "rms_norm", "gated_rms_norm", "activate", "residual_read",
+    "linear", "widened", "write_steps", "rms_norm", "gated_rms_norm", "activate", "residual_read",
     "conv_chunks", "kda_chunks", "kda_mix", "mla_steps", "mla_chunks", "route", "experts",
 )  # fmt: skip
 
@@ -215,9 +215,9 @@ def _triton() -> dict[str, Callable[..., Any]]:
     from common.ops.rows import triton as rows
 
     bodies = (
-        rows.linear, paging.write_steps, norm.rms_norm, norm.gated_rms_norm, act.activate,
-        attnres.read, conv.conv_chunks, triton_chunk.chunks, kda.mix, mla.attend_steps,
-        mla_chunk.attend_chunks, triton_route.route, moe.experts,
+        rows.linear, rows.widened, paging.write_steps, norm.rms_norm, norm.gated_rms_norm,
+        act.activate, attnres.read, conv.conv_chunks, triton_chunk.chunks, kda.mix,
+        mla.attend_steps, mla_chunk.attend_chunks, triton_route.route, moe.experts,
     )  # fmt: skip
     return dict(zip(_OPS, bodies, strict=True))
 

@@ -22,6 +22,7 @@ class Ops:
     """One body for each op that the model calls; signatures are those of the families."""
 
     linear: Callable[..., Tensor] = rows.linear
+    widened: Callable[..., Tensor] = rows.widened
     rms_norm: Callable[..., Tensor] = norm.rms_norm
     gated_rms_norm: Callable[..., Tensor] = norm.gated_rms_norm
     activate: Callable[..., Tensor] = act.activate

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, repeat, takewhile
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,51 +32,11 @@ from common.runtime.grouped import GroupModel
 from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
+from common.runtime.recorder import Call, Cuda, Recorder
 
 logger = logging.getLogger("baton.graphs")
 LIBRARY_BYTES = 1 << 29  # workspaces of matrix products and attention
 LAYER_BYTES = 1 << 20  # of one graph's nodes, a layer
-WARM = 2  # passes before a capture: kernels are compiled and libraries set up
-Call = Callable[[], object]
-
-
-class Recorder(Protocol):
-    """Turns work on fixed tensors into something that does it again."""
-
-    def record(self, work: Call) -> Call:
-        """`work` may run any number of times meanwhile."""
-
-
-class Eager:
-    """Runs the work itself each time."""
-
-    def record(self, work: Call) -> Call:
-        """See `Recorder`."""
-        work()
-        return work
-
-
-class Cuda:
-    """Captures the work; all graphs share one pool of memory, since one runs at a time."""
-
-    def __init__(self) -> None:
-        """Begin with an empty pool."""
-        self._pool = torch.cuda.graph_pool_handle()
-
-    def record(self, work: Call) -> Call:
-        """See `Recorder`."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may ask the device things meanwhile: the transfer agent's does.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
-        return graph.replay
 
 
 def buckets(most: int) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ from common.observe.logs import request_id
 from common.observe.metrics import Tally
 from common.runtime.loop import EngineLoop, promise
 from common.runtime.memory import TextMemory
+from common.runtime.recorder import settle
 from common.sampling.sampler import sample
 from services.decode.frames import Frames, Push
 from services.decode.held import Choice, Held, give_back, reserve_in_a_lane, row_of, share_of
@@ -245,6 +246,8 @@ class DecodeEngine:
             choice.last_step = self._steps
         sampling = [(held, choice) for held, choice in batch if choice.fed == len(choice.tokens)]
         tokens = sample(logits, [row_of(held, choice) for held, choice in sampling])
+        if not sampling:
+            settle(logits)  # sampling waits for the step; without it a slot could be freed under it
         for (held, choice), token in zip(sampling, tokens, strict=True):
             self._emit(held, choice, token)
         self._frames.flush(self._steps)

@@ -45,6 +45,14 @@ def test_products_of_heads_take_cut_inputs_and_turned_weights() -> None:
     assert torch.equal(fast_rows.heads(x[:2], weight, 8), found[:2])
 
 
+@pytest.mark.parametrize("tile", [None, 8, 64])
+def test_inputs_are_widened_on_the_way_to_fp32_weights(tile: int | None) -> None:
+    x, weight = randn(6, 200).bfloat16(), randn(24, 200)
+    found = fast_rows.widened(x, weight, tile)
+    assert found.dtype == torch.float32
+    assert off_by(found, rows.widened(x, weight, None)) < 1e-6
+
+
 def test_the_number_of_parts_follows_from_the_weights_alone() -> None:
     assert fast_rows.parts_of(163840, 7168, 1) == 1
     assert fast_rows.parts_of(3584, 7168, 1) == 4

@@ -15,7 +15,8 @@ from common.errors import ConfigError
 from common.model.batch import Share, StepBatch
 from common.ops.table import REFERENCE
 from common.runtime import graphs, part
-from common.runtime.graphs import Eager, GraphedModel, buckets, check_memory, graph_bytes
+from common.runtime.graphs import GraphedModel, buckets, check_memory, graph_bytes
+from common.runtime.recorder import Eager
 from tests.support.golden import NANO
 from tests.support.models import Loaded, Request, allocate, chunks, load, pages_for, steps
 

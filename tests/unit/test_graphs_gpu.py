@@ -13,7 +13,8 @@ from common.config.settings import DecodeSettings
 from common.model.batch import Memory, Share, StepBatch
 from common.model.text import TextModel
 from common.ops.select import choose
-from common.runtime.graphs import Cuda, Eager, GraphedModel, graph_bytes
+from common.runtime.graphs import GraphedModel, graph_bytes
+from common.runtime.recorder import Cuda, Eager, settle
 
 pytestmark = pytest.mark.gpu
 MOST, WIDTH, SLOTS = 9, 6, 70
@@ -78,6 +79,16 @@ def test_a_replay_is_bit_for_bit_what_its_work_gives_run_eagerly(kind: str, requ
         batch = StepBatch(kind="steps", shares=tuple(shares))
         assert torch.equal(graphs.forward(batch, mine), eager.forward(batch, theirs))
         assert same(mine, theirs)
+
+
+def test_a_step_that_nobody_samples_is_waited_for() -> None:
+    torch.cuda._sleep(500_000_000)
+    logits = torch.zeros(0, 5, device="cuda")
+    last = torch.cuda.Event()
+    last.record()
+    assert not last.query()
+    settle(logits)
+    assert last.query()
 
 
 def test_graphs_take_no_more_than_is_planned(default: TextModel) -> None:

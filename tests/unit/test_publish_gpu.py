@@ -65,9 +65,9 @@ def test_an_offer_and_its_seal_wait_for_the_producers_last_kernel() -> None:
     logits[5] = 1.0
     last = torch.cuda.Event()
     last.record()
+    assert not last.query()
     memory.latents.sign(pages[:2], 0)
     owner = Watching(last)
-    assert not last.query()
     seal = publish(work, logits, Signer(), owner, lambda outcome: None)
 
     assert owner.asked == [True, True]

@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.report import render
 from benchmarks.slice import SPEC
-from benchmarks.step_parts import SLICE, kernels, part_of
+from benchmarks.step import prefill_us
+from benchmarks.step_parts import SLICE, kernels, part_of, prompt_floors
 from common.config.checkpoint import parse_spec
 from common.config.release import RELEASE
 from common.config.step import REACHED, Rates, Rows, exchanged, floors, projected, touched
@@ -59,6 +60,11 @@ def test_a_projection_adds_what_ranks_say_to_each_other() -> None:
     assert exchanged(K3, rows) == 2 * 16 * 7168 * 15 // 16
 
 
+def test_floors_of_a_prompt_add_up_to_the_whole_passes() -> None:
+    found = prompt_floors(SPEC, 8192)
+    assert sum(found.values()) == pytest.approx(prefill_us(8192) / 1e6, rel=1e-9)
+
+
 def event(cat: str, ts: float, dur: float = 1.0, name: str = "", to: int = -1) -> dict:
     args = {"correlation": to} if to >= 0 else {}
     return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}
@@ -87,7 +93,7 @@ def test_a_kernel_belongs_to_the_calls_around_its_launch() -> None:
         (("kda", "kda_mix"), "KDA step"),
         (("mla", "mla_steps"), "attention"),
         (("mla", "rms_norm"), "small, in attention"),
-        (("ffn", "linear 896x7168"), "router"),
+        (("ffn", "widened 896x7168"), "router"),
         (("ffn", "linear 7168x3584"), "latent products"),
         (("ffn", "linear 12288x7168"), "shared expert"),
         (("ffn", "linear 67584x7168"), "dense network"),

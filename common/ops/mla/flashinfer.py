@@ -46,8 +46,8 @@ class FlashInferSteps:
             starts: the plan's, as the host knows them; negative for padding.
             stays: the plan's tensors will be filled again for later passes.
         """
-        # What was planned before may still be on its way from the wrapper's memory on the host.
-        torch.cuda.current_stream(self._workspace.device).synchronize()
+        if self._workspace.is_cuda:  # an earlier plan may still leave the wrapper's host memory
+            torch.cuda.current_stream(self._workspace.device).synchronize()
         if stays and id(plan) not in self._kept:
             self._kept[id(plan)] = self._keep(plan)
         batch, width = plan.tables.shape

@@ -26,6 +26,20 @@ def linear(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
     return reference.linear(x, weight, tile)
 
 
+def widened(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
+    """`linear` of inputs as they are by fp32 weights: products and sums in fp32.
+
+    Args:
+        x: [N, K], fp32 or narrower.
+        weight: fp32 [O, K].
+        tile: as for `linear`.
+
+    Returns:
+        fp32 [N, O].
+    """
+    return reference.linear(x.float(), weight, tile)
+
+
 def heads(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
     """One product a head, `x[:, h] @ weight[h]`, in row tiles like `linear`.
 

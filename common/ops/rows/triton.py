@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+FEW = 256  # rows up to which fp32 weights are multiplied here faster than by the library
 WIDE = 64  # rows from which on a pass is a prompt's: larger tiles, no parts
 ENOUGH = 200  # programs that keep a device busy
 MOST_PARTS = 8
@@ -45,7 +46,7 @@ def rows_kernel(
             inside = (at + k < inputs)[None, :]
             w = tl.load(w_at + at.to(tl.int64) * w_in, mask=known[:, None] & inside, other=0.0)
             x = tl.load(x_at + at, mask=live[:, None] & inside, other=0.0)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+        acc = tl.dot(w, tl.trans(x.to(w.dtype)), acc, input_precision=PRECISION)
     place = out_ptr + part.to(tl.int64) * out_part + batch * out_batch
     place = place + row.to(tl.int64)[None, :] * out_row + out[:, None]
     tl.store(place, acc.to(out_ptr.dtype.element_ty), mask=known[:, None] & live[None, :])
@@ -70,6 +71,15 @@ def linear(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
     return out
 
 
+def widened(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
+    """See `common.ops.rows.widened`; many rows without a tile are the library's."""
+    if tile is None and x.shape[0] > FEW:
+        return functional.linear(x.float(), weight)
+    out = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32, device=x.device)
+    _multiply(x.unsqueeze(1), weight.t().unsqueeze(0), tile or 1, out.unsqueeze(1))
+    return out
+
+
 def heads(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
     """See `common.ops.rows.heads`; without a tile the library multiplies."""
     if tile is None:
@@ -86,18 +96,21 @@ def parts_of(outputs: int, inputs: int, batches: int) -> int:
     return parts
 
 
-def _multiply(x: Tensor, weight: Tensor, tile: int, out: Tensor) -> Tensor:
+def _multiply(
+    x: Tensor, weight: Tensor, tile: int, out: Tensor, *, parts: int | None = None,
+    across: int | None = None, depth: int | None = None, stages: int | None = None,
+) -> Tensor:  # fmt: skip
     """x [N, H, K], weight [H, K, O] of any strides -> out [N, H, O], contiguous."""
     rows, batches, inputs = x.shape
     outputs = weight.shape[2]
     if not rows:
         return out
     x = x if x.stride(2) == 1 else x.contiguous()
-    half = x.dtype == torch.bfloat16
+    half = weight.dtype == torch.bfloat16
     wide = tile >= WIDE
-    across, depth = (128 if wide and half else 64), (64 if wide or not half else 128)
-    depth = depth if half else 32
-    parts = 1 if wide else parts_of(outputs, inputs, batches)
+    across = across or (128 if wide and half else 64)
+    depth = depth or (32 if not half else 64 if wide else 128)
+    parts = parts or (1 if wide else parts_of(outputs, inputs, batches))
     target = out
     if parts > 1:
         target = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
@@ -106,7 +119,7 @@ def _multiply(x: Tensor, weight: Tensor, tile: int, out: Tensor) -> Tensor:
         x, x.stride(0), x.stride(1), weight, weight.stride(2), weight.stride(1), weight.stride(0),
         target, out.numel(), out.stride(0), out.stride(1), rows, outputs, inputs,
         PARTS=parts, BM=across, BN=across, BK=depth, EVEN=inputs % depth == 0,
-        STAGES=4 if half else 3, PRECISION="tf32" if half else "tf32x3",
+        STAGES=stages or (4 if half else 3), PRECISION="tf32" if half else "tf32x3",
         num_warps=8 if across == 128 else 4,
     )  # fmt: skip
     if parts > 1:
