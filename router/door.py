@@ -31,7 +31,11 @@ ID_HEADERS = (
     b"request-id",
 )  # OpenAI's clients read the first, Anthropic's the other
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")  # named in spans
-OPEN_PATHS = ("/health", "/ready")  # asked by whoever watches the process, without a key
+OPEN_PATHS = (
+    "/health",
+    "/ready",
+    "/-/healthz",
+)  # asked by whoever watches the process, without a key
 
 _log = logging.getLogger("baton.door")
 

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from common.contract.messages import TokenItem
@@ -50,6 +50,7 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
             Route("/openapi.json", pages.openapi),
             Route("/health", pages.health),
             Route("/ready", pages.ready),
+            Route("/-/healthz", pages.healthz),
         ],
         exception_handlers={
             HTTPException: _unrouted,
@@ -76,6 +77,11 @@ class _Pages:
         if self._readiness.is_draining:
             raise NotReady("this router is leaving; ask another one")
         return JSONResponse({"status": "ready"})
+
+    async def healthz(self, request: Request) -> Response:
+        """`/ready` as Serve's own proxy would say it, for those who know only that one."""
+        await self.ready(request)
+        return PlainTextResponse("success")
 
     async def models(self, _: Request) -> Response:
         """What is served."""

@@ -253,6 +253,17 @@ async def test_until_a_pair_has_passed_its_probe_it_is_not_ready():
         assert (await here.chat()).status_code == 503
 
 
+async def test_who_asks_as_of_serves_proxy_hears_success_when_it_is_ready_and_needs_no_key():
+    access = cs.AccessSettings(keys=("me:" + "0" * 64,))
+    async with site(dataclasses.replace(SETTINGS, access=access)) as here:
+        reply = await here.http.get("/-/healthz")
+        assert (reply.status_code, reply.text) == (200, "success")
+        here.router.readiness.is_draining = True
+        assert (await here.http.get("/-/healthz")).status_code == 503
+    async with site(ready=False, prefill=1) as here:
+        assert (await here.http.get("/-/healthz")).status_code == 503
+
+
 async def test_readiness_falls_back_when_a_room_dies_and_returns_in_a_new_epoch():
     async with site() as here:
         assert (await here.http.get("/ready")).status_code == 200
