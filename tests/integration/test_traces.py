@@ -114,20 +114,20 @@ async def test_a_picture_and_a_question_are_one_trace_through_every_room():
 async def test_what_was_made_again_is_an_event_and_what_failed_has_an_error():
     async with line(prefill=1, decode=2) as here:
         relay = here.relay
-        real = [decode.intake._verify for decode in relay.decodes]
+        real = [decode.receiver.verify for decode in relay.decodes]
         refusals = []
 
-        def refuse_once(verify, held, job) -> None:
+        def refuse_once(verify, signed, measure) -> None:
             if not refusals:
-                refusals.append(job.request)
+                refusals.append(len(signed))
                 raise HandoffRefused("digest:state:0", "arranged")
-            verify(held, job)
+            verify(signed, measure)
 
         for decode, verify in zip(relay.decodes, real, strict=True):
-            decode.intake._verify = partial(refuse_once, verify)
+            decode.receiver.verify = partial(refuse_once, verify)
         assert (await here.text()).status_code == 200
         for decode, verify in zip(relay.decodes, real, strict=True):
-            decode.intake._verify = verify
+            decode.receiver.verify = verify
 
         async with here.http.stream(
             "POST", "/v1/completions", json=body(stream=True, max_tokens=60)
