@@ -139,6 +139,7 @@ class TransferError(ServingError):
     """Bytes could not be moved between two rooms."""
 
     code, status, retryable = "transfer_failed", 503, True
+    library = ""  # NIXL's own name of what went wrong, where it was NIXL that complained
 
 
 class HandoffRefused(TransferError):

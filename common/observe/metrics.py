@@ -134,6 +134,9 @@ _ALL = (
         "baton_transfer_errors_total", "transfers", "transfer", "How do READs fail?", "code"
     ),  # the error's code: lost peer, deadline, cancel
     _counter(
+        "baton_nixl_errors_total", "errors", "transfer", "What do NIXL and UCX complain of?", "kind"
+    ),  # the library's own name of it, RemoteDisconnect and the like
+    _counter(
         "baton_handoffs_refused_total", "tickets", "transfer", "What was not as signed?", "part"
     ),  # without the layer
     _counter("baton_tickets_total", "tickets", "transfer", "How do tickets end?", "outcome"),

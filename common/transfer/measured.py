@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from common.errors import ServingError
+from common.errors import ServingError, TransferError
 from common.observe.metrics import Tally
 from common.ops.digest import Signature
 from common.transfer.link import Link, Source
@@ -36,6 +36,8 @@ class MeasuredReceiver(Receiver):
             super().fetch_all(pieces, deadline_s, cancelled, on_free, landed)
         except ServingError as error:
             self._tally.add("baton_transfer_errors_total", code=error.code)
+            if isinstance(error, TransferError) and error.library:
+                self._tally.add("baton_nixl_errors_total", kind=error.library)
             raise
         self._tally.observe("baton_pull_seconds", time.perf_counter() - started)
         moved = sum(local.size for piece in pieces for _, pairs in piece for local, _ in pairs)

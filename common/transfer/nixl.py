@@ -262,5 +262,8 @@ def _translated(what: str) -> Iterator[None]:
         if type(error).__name__.startswith("nixl") or isinstance(
             error, (RuntimeError, ValueError, TypeError)
         ):
-            raise TransferError(f"{what}: {type(error).__name__} {error}") from error
+            name = type(error).__name__
+            failure = TransferError(f"{what}: {name} {error}")
+            failure.library = name.removeprefix("nixl").removesuffix("Error")
+            raise failure from error
         raise

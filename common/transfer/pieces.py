@@ -95,3 +95,4 @@ class PiecedRead:
         if self._failure is None:
             which = f"piece {number + 1} of {self._count}: " if self._count > 1 else ""
             self._failure = TransferError(f"{which}{failure}")
+            self._failure.library = failure.library

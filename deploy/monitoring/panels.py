@@ -381,7 +381,10 @@ HAND_OFF = Page(
         Panel(
             title="READs that failed",
             unit="short",
-            queries={"{{code}}": more("baton_transfer_errors_total", "code")},
+            queries={
+                "{{code}}": more("baton_transfer_errors_total", "code"),
+                "NIXL: {{kind}}": more("baton_nixl_errors_total", "kind"),
+            },
         ),
         Panel(
             title="Quarantine",

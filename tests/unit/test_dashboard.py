@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import dataclasses
 import hashlib
@@ -134,3 +135,28 @@ async def test_a_house_without_rooms_is_shown_as_such(tmp_path):
         await tab.until("document.getElementById('ready').textContent == 'not ready'")
         assert "None answers." in await tab.value("document.getElementById('decode').textContent")
         assert "Asleep" in await tab.value("document.getElementById('encoder').textContent")
+
+
+@needs_browser
+async def test_a_request_that_failed_and_a_decision_are_shown_with_their_reasons(tmp_path):
+    async with site(prefill=1, decode=1, encoder=0) as here, browser(tmp_path) as tab:
+        house = here.router.house
+        house.decisions.changes = [
+            {"at": 0.0, "stage": "decode", "before": 1, "after": 2, "reason": "slots are scarce"}
+        ]
+        here.world["d1"].pause_after = 2
+        asking = asyncio.create_task(here.chat())
+        while not here.world["d1"].tasks:
+            await asyncio.sleep(0.01)
+        await here.world["d1"].die()
+        assert (await asking).is_error
+        url = f"http://127.0.0.1:{here.router.admin.port}/dashboard"
+        await tab.open(url, width=1280, height=900)
+        await tab.until("document.querySelectorAll('tr.request td.bad').length == 1")
+        assert "slots are scarce" in await tab.value(
+            "document.getElementById('changes').textContent"
+        )
+        await tab.value("document.querySelector('tr.request').click()")
+        told = await tab.value("document.querySelector('.parts').parentElement.textContent")
+        assert "room_lost" in told and "replay at" in told and "d1" in told
+        assert tab.complaints == []
