@@ -9,7 +9,8 @@ import torch
 
 from common.model.load import ExpertLoad
 from common.observe.metrics import Tally
-from common.runtime.graphs import Eager, GraphedModel
+from common.runtime.graphs import GraphedModel
+from common.runtime.recorder import Eager
 from services.decode.skew import EVERY_S, LEAST, Skew, skew
 from tests.support.golden import NANO
 from tests.support.models import Loaded, Request, allocate, chunks, load, steps
