@@ -128,7 +128,7 @@ _ALL = (
     _counter("baton_reservations_refused_total", "requests", "decode", "How often is it full?"),
     # the hand-off
     _seconds("baton_pull_seconds", "transfer", "How long does a READ take?"),
-    _seconds("baton_verify_seconds", "transfer", "How long do digests take?"),
+    _seconds("baton_verify_seconds", "transfer", "How long do digests take after a READ?"),
     _counter("baton_pulled_bytes_total", "bytes", "transfer", "How much was moved?"),
     _counter(
         "baton_transfer_errors_total", "transfers", "transfer", "How do READs fail?", "code"
