@@ -44,7 +44,8 @@ class NixlLink:
         """
         os.environ["NIXL_LOG_LEVEL"] = log_level
         os.environ.setdefault("UCX_LOG_LEVEL", log_level.lower())
-        os.environ.setdefault(*READS_BETWEEN_DEVICES)
+        if torch.cuda.is_available():  # elsewhere UCX complains of it, on standard output
+            os.environ.setdefault(*READS_BETWEEN_DEVICES)
         if transports:
             os.environ["UCX_TLS"] = transports
         api = _load()
