@@ -49,8 +49,10 @@ async def test_health_answers_in_time_while_half_a_gigabyte_or_more_is_read(
             while not router.house.board.connected():
                 await asyncio.sleep(0.02)
         await asyncio.to_thread(producer.fill, 1)
-        longest = [await slowest_answer(decode, router, producer, times) for _ in range(ROUNDS)]
-        assert min(longest) < MOST_S, f"health took {longest} s in three transfers"
+        longest: list[float] = []
+        while len(longest) < ROUNDS and min(longest, default=MOST_S) >= MOST_S:
+            longest.append(await slowest_answer(decode, router, producer, times))
+        assert min(longest) < MOST_S, f"health took {longest} s in {ROUNDS} transfers"
     finally:
         await router.stop()
         await decode.close()
