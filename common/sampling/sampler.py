@@ -8,16 +8,17 @@ top_k, top_p, min_p. A scripted token is above all of them, the mask included.
 Log-probabilities are those of the model: the log-softmax of the raw logits, before any of these.
 
 A row's result is bit for bit the same alone and in any batch. On a CPU that is by construction: the
-rows are computed one at a time (a vectorised loop rounds its tail differently). On a GPU rows share
-kernels, and only those whose result for a row cannot depend on the number of rows: element-wise
-ones, log-softmax, stable sort, arg max, and sums and scans of integers. Hence top_p adds up
-probabilities in fixed point.
+rows are computed one at a time (a vectorised loop rounds its tail differently). On a GPU `device`
+cuts a row into tiles of a fixed size and adds up integers where a sum decides; without Triton rows
+share torch's kernels, and only those whose result for a row cannot depend on the number of rows:
+element-wise ones, log-softmax, stable sort, arg max, and sums and scans of integers. Hence top_p
+adds up probabilities in fixed point.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -26,21 +27,12 @@ from torch import Tensor
 from common.contract.messages import Sampling, TokenOut
 from common.errors import DeadEnd, PoisonedState, ServingError
 from common.sampling import noise
+from common.sampling.rows import Row, is_adjusted, is_scripted
+
+__all__ = ["Row", "mask_of", "sample", "unpack"]
 
 _FIXED_POINT = 2.0**40  # the best id's weight; the sum over 2**22 such ids still fits in int64
 _NEVER = float("-inf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What sampling needs to know of one choice of one request."""
-
-    sampling: Sampling
-    choice: int = 0
-    position: int = 0  # tokens this choice has emitted so far
-    counts: Mapping[int, int] = field(default_factory=dict)  # how often each was emitted
-    prompt: Collection[int] = ()  # distinct ids of the prompt; only the repetition penalty looks
-    mask: bytes | None = None  # ids that may come, a bit each, low bit first; None: all of them
 
 
 class Masking(Protocol):
@@ -77,10 +69,27 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingError]
     if logits.dtype != torch.float32 or logits.ndim != 2 or logits.shape[0] != len(rows):
         found = f"{logits.dtype} {tuple(logits.shape)}"
         raise ValueError(f"logits are {found}; float32 [{len(rows)}, vocab] is needed")
+    if not rows:
+        return []
+    if logits.is_cuda and find_spec("triton") is not None:
+        return _on_device(logits, rows)
     if logits.device.type == "cpu" and not all(_is_plain(row) for row in rows):
         alone = (logits[i : i + 1] for i in range(len(rows)))
         return [_together(one, [row])[0] for one, row in zip(alone, rows, strict=True)]
-    return _together(logits, rows) if rows else []
+    return _together(logits, rows)
+
+
+def _on_device(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingError]:
+    """Sample rows by the kernels."""
+    from common.sampling.device import launch
+
+    results: list[TokenOut | ServingError] = []
+    for outcome, row in zip(launch(logits, rows).result(), rows, strict=True):
+        if outcome.bad:
+            results.append(_poisoned(outcome.bad, logits.shape[1], row))
+        else:
+            results.append(_dead_end(row) if outcome.is_stuck else outcome.token)
+    return results
 
 
 def _together(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingError]:
@@ -92,7 +101,8 @@ def _together(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingErr
     results: list[TokenOut | ServingError] = []
     for i, (token, is_healthy) in enumerate(zip(tokens, healthy.tolist(), strict=True)):
         if not is_healthy:
-            results.append(_poisoned(logits[i], rows[i]))
+            bad = int((~logits[i].isfinite()).sum())
+            results.append(_poisoned(bad, logits.shape[1], rows[i]))
         else:
             results.append(_dead_end(rows[i]) if i in stuck else token)
     return results
@@ -102,22 +112,7 @@ def _is_plain(row: Row) -> bool:
     """Whether the arg max of the raw logits is all that is asked for."""
     s = row.sampling
     is_bare = s.temperature == 0 and s.logprobs is None
-    return is_bare and not _is_scripted(row) and not _is_adjusted(row)
-
-
-def _is_scripted(row: Row) -> bool:
-    return row.sampling.script is not None and row.position < len(row.sampling.script)
-
-
-def _is_adjusted(row: Row) -> bool:
-    s = row.sampling
-    return bool(
-        row.mask is not None
-        or s.logit_bias
-        or row.position < s.min_tokens
-        or s.repetition != 1
-        or ((s.presence or s.frequency) and row.counts)
-    )
+    return is_bare and not is_scripted(row) and not is_adjusted(row)
 
 
 def _choose(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, set[int]]:
@@ -126,19 +121,19 @@ def _choose(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, set[int]]:
     Rows with bad logits, or without a token left, get any id.
     """
     adjusted = logits
-    if any(_is_adjusted(row) for row in rows):
+    if any(is_adjusted(row) for row in rows):
         adjusted = logits.clone()
         for i, row in enumerate(rows):
             _adjust(adjusted[i], row)
     stuck = _stuck(adjusted, rows)
     chosen = adjusted.argmax(-1)
-    if any(row.sampling.temperature > 0 and not _is_scripted(row) for row in rows):
+    if any(row.sampling.temperature > 0 and not is_scripted(row) for row in rows):
         is_drawn = torch.tensor(
             [row.sampling.temperature > 0 for row in rows], device=logits.device
         )
         chosen = torch.where(is_drawn, _draw(adjusted, rows), chosen)
     for i, row in enumerate(rows):
-        if _is_scripted(row):
+        if is_scripted(row):
             assert row.sampling.script is not None
             chosen[i] = row.sampling.script[row.position]
     return chosen, stuck
@@ -146,7 +141,7 @@ def _choose(logits: Tensor, rows: Sequence[Row]) -> tuple[Tensor, set[int]]:
 
 def _stuck(adjusted: Tensor, rows: Sequence[Row]) -> set[int]:
     """Masked rows without a token left; their logits are made plain again, so that no NaN comes."""
-    masked = [i for i, row in enumerate(rows) if row.mask is not None and not _is_scripted(row)]
+    masked = [i for i, row in enumerate(rows) if row.mask is not None and not is_scripted(row)]
     if not masked:
         return set()
     best: list[float] = adjusted.amax(-1).tolist()
@@ -185,7 +180,7 @@ def _adjust(logits: Tensor, row: Row) -> None:
         seen = index(row.counts)
         count = torch.tensor([row.counts[i] for i in row.counts if 0 <= i < vocab], device=device)
         logits[seen] -= s.frequency * count + s.presence
-    if row.mask is not None and not _is_scripted(row):
+    if row.mask is not None and not is_scripted(row):
         logits.masked_fill_(~unpack(row.mask, vocab, device), _NEVER)
 
 
@@ -271,10 +266,9 @@ def _best(logits: Tensor, k: int) -> Tensor:
     return ids.gather(1, order)
 
 
-def _poisoned(logits: Tensor, row: Row) -> PoisonedState:
-    bad = int((~logits.isfinite()).sum())
+def _poisoned(bad: int, vocab: int, row: Row) -> PoisonedState:
     return PoisonedState(
-        f"{bad} of {logits.shape[0]} logits are not finite at token {row.position} of choice "
+        f"{bad} of {vocab} logits are not finite at token {row.position} of choice "
         f"{row.choice}; its state cannot be trusted, send the request again"
     )
 
