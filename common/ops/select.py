@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from common.config.spec import TextSpec
+from common.config.spec import TextSpec, VisionSpec
 from common.errors import BackendUnsupported, ConfigError
 from common.ops.moe.stack import ExpertStack
 from common.ops.table import REFERENCE, Ops
@@ -84,14 +84,10 @@ def choose(
         )
     bodies = {op: body for op, body in _triton().items() if op not in refused}
     table = {op: Choice(op=op, backend="triton") for op in bodies}
-    if wanted == "auto" and "mla_steps" in bodies and not exact:
-        table["mla_steps"] = _attention(bodies, spec, dtype, device)
-        if "plan_steps" in bodies:
-            table["plan_steps"] = Choice(op="plan_steps", backend="flashinfer")
+    if wanted == "auto" and not exact:
+        table |= _flashinfer(bodies, spec, dtype, device)
     lines = tuple(
-        table.get(
-            name, Choice(op=name, backend="reference", why=refused.get(name, "no other body"))
-        )
+        table.get(name, Choice(op=name, backend="reference", why=refused.get(name, _why(name))))
         for name in names
     )
     return dataclasses.replace(REFERENCE, **bodies), lines
@@ -112,6 +108,36 @@ def uncapturable(ops: Ops) -> str | None:
 def takes_packed(ops: Ops) -> bool:
     """Whether the experts' body reads them as the checkpoint packs them."""
     return ops.experts is not REFERENCE.experts
+
+
+def choose_vision(
+    wanted: str, spec: VisionSpec, *, dtype: torch.dtype, device: torch.device
+) -> Ops:
+    """Bodies for a vision tower on a device; the setting is `choose`'s.
+
+    Raises:
+        ConfigError: the setting is unknown.
+        BackendUnsupported: `triton` was asked for and cannot run here, or not with these shapes.
+    """
+    if wanted not in SETTINGS:
+        raise ConfigError(f"model.ops is {wanted!r}; use one of {', '.join(SETTINGS)}")
+    if wanted == "reference" or (wanted == "auto" and device.type == "cpu"):
+        return REFERENCE
+    dim, reason = spec.qkv_width // spec.num_heads, _unusable(device)
+    if reason is None and not (_is_power(dim) and dim >= 16):
+        reason = f"the tower's heads are {dim} wide, not a power of two from 16"
+    if reason is None and dtype not in (torch.bfloat16, torch.float32):
+        reason = f"{dtype} is neither bfloat16 nor float32"
+    if reason and wanted == "triton":
+        raise BackendUnsupported(f"model.ops is 'triton', but {reason}; set it to 'reference'")
+    if reason:
+        return REFERENCE
+    from common.ops.norm import triton as norm
+    from common.ops.vit import triton as vit
+
+    return dataclasses.replace(
+        REFERENCE, rms_norm=norm.rms_norm, vit_rotate=vit.rotate, vit_attend=vit.attend
+    )
 
 
 def check_experts(ops: Ops, stacks: Iterable[ExpertStack]) -> None:
@@ -199,6 +225,9 @@ _OPS = (
 )  # fmt: skip
 
 
+_VISION = ("vit_rotate", "vit_attend")
+
+
 def _triton() -> dict[str, Callable[..., Any]]:
     """Every Triton body by op; the only place that imports them."""
     from common.ops.act import triton as act
@@ -222,24 +251,38 @@ def _triton() -> dict[str, Callable[..., Any]]:
     return dict(zip(_OPS, bodies, strict=True))
 
 
-def _attention(
+def _flashinfer(
     bodies: dict[str, Callable[..., Any]], spec: TextSpec, dtype: torch.dtype, device: torch.device
-) -> Choice:
-    """FlashInfer where it is faster: measured, docs/benchmarks.md."""
-    shapes = (spec.mla.kv_lora_rank, spec.mla.rope_dim, dtype)
+) -> dict[str, Choice]:
+    """FlashInfer where it is faster: measured, docs/benchmarks.md. Says why it is not, where so."""
+    mla = spec.mla
+    why = ""
     if torch.cuda.get_device_capability(device) != HOPPER:
         why = "FlashInfer was measured on Hopper only"
-    elif shapes != (512, 64, torch.bfloat16):
-        why = "FlashInfer takes latents of 512 + 64 in bfloat16"
     elif find_spec("flashinfer") is None:
         why = "flashinfer is not installed"
-    else:
+    elif (mla.kv_lora_rank, mla.rope_dim, dtype) != (512, 64, torch.bfloat16):
+        why = "FlashInfer takes latents of 512 + 64 in bfloat16"
+    if why:
+        ops = [op for op in ("mla_steps", "mla_chunks") if op in bodies]
+        return {op: Choice(op=op, backend="triton", why=why) for op in ops}
+    chosen: list[str] = []
+    if "mla_steps" in bodies:
         from common.ops.mla.flashinfer import FlashInferSteps
 
-        body = FlashInferSteps(device, spec.mla, dtype)
+        body = FlashInferSteps(device, mla, dtype)
         bodies["mla_steps"], bodies["plan_steps"] = body, body.schedule
-        return Choice(op="mla_steps", backend="flashinfer")
-    return Choice(op="mla_steps", backend="triton", why=why)
+        chosen += ["mla_steps", "plan_steps"]
+    if "mla_chunks" in bodies and (mla.nope_dim, mla.v_dim) == (128, 128):
+        from common.ops.mla.flashinfer_chunk import FlashInferChunks
+
+        bodies["mla_chunks"] = FlashInferChunks(device)
+        chosen.append("mla_chunks")
+    return {op: Choice(op=op, backend="flashinfer") for op in chosen}
+
+
+def _why(op: str) -> str:
+    return "of the vision tower, which chooses its own" if op in _VISION else "no other body"
 
 
 def _is_power(number: int) -> bool:

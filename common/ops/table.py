@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.ops import act, attnres, conv, kda, mla, moe, norm, paging, rows
+from common.ops import act, attnres, conv, kda, mla, moe, norm, paging, rows, vit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,8 @@ class Ops:
     plan_steps: Callable[..., None] | None = None
     route: Callable[..., tuple[Tensor, Tensor]] = moe.route
     experts: Callable[..., Tensor] = moe.experts
+    vit_rotate: Callable[..., None] = vit.rotate
+    vit_attend: Callable[..., Tensor] = vit.attend
 
 
 REFERENCE = Ops()

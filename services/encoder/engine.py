@@ -7,10 +7,11 @@ they get here. An image that is wanted twice while it is computed is computed on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import msgspec
 from torch import Tensor
@@ -32,7 +33,6 @@ from common.runtime.loop import EngineLoop, promise
 from common.transfer.digest import digest_embeds
 from common.transfer.owner import Owner
 from services.encoder.embed_cache import EmbedCache, Entry
-from services.encoder.moonvit import MoonVit
 
 Reply = EmbedTicket | ImagesMissing
 Prepared = tuple[Tensor, tuple[int, int]]  # uint8 [patches, 3, 14, 14] and its grid (h, w)
@@ -53,6 +53,12 @@ class Wanted:
     ended: bool = False
 
 
+class Tower(Protocol):
+    """What embeds images: [tokens, text_hidden] of each."""
+
+    def forward(self, images: Sequence[Prepared]) -> list[Tensor]: ...
+
+
 def key_of(image: ImageRef) -> bytes:
     """What decides an image's pixels: its bytes, and the size they were read as."""
     return image.digest + image.width.to_bytes(4, "little") + image.height.to_bytes(4, "little")
@@ -63,7 +69,7 @@ class EncoderEngine:
 
     def __init__(
         self,
-        tower: MoonVit,
+        tower: Tower,
         cache: EmbedCache,
         owner: Owner,
         settings: EncoderSettings,

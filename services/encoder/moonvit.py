@@ -1,13 +1,12 @@
 """MoonViT: patches of images to rows of the text model's width.
 
-Every image attends within itself, and its rows fill matrix tiles of its own, so an image's bits
-do not depend on the others of its batch. Knows nothing of files, colours or prompts.
+Every image attends within itself. On the exact path its rows fill matrix tiles of its own, so an
+image's bits do not depend on the others of its batch. Knows nothing of files, colours or prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,20 +14,14 @@ from torch.nn import functional
 
 from common.config.spec import CHUNK, VisionSpec
 from common.ops.table import REFERENCE, Ops
+from common.ops.vit import TILE as BLOCK
+from common.ops.vit import Layout
 from common.weights.tree import VisionLayerWeights, VisionWeights
 
 TILE = CHUNK  # rows of one matrix product on the reference path
 NORM_EPS = torch.finfo(torch.float32).eps  # the tower's norms are built without an epsilon
 THETA = 10000.0  # base of the rotation's frequencies
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Image:
-    """One image's place in the batch of patches, and its angles."""
-
-    rows: slice  # of its real patches
-    cos: Tensor  # fp32 [patches, 1, head_dim / 2]
-    sin: Tensor
+Grid = tuple[int, int]  # rows and columns of an image's patches
 
 
 class MoonVit:
@@ -45,9 +38,11 @@ class MoonVit:
         """Bind a checkpoint's weights; `exact` multiplies in fixed row tiles."""
         self.spec, self.weights = spec, weights
         self._ops, self._tile = ops, TILE if exact else None
+        self._cos: Tensor | None = None  # fp32 [sides, head_dim / 4], of the places known so far
+        self._sin: Tensor | None = None
 
     @torch.inference_mode()
-    def forward(self, images: Sequence[tuple[Tensor, tuple[int, int]]]) -> list[Tensor]:
+    def forward(self, images: Sequence[tuple[Tensor, Grid]]) -> list[Tensor]:
         """Embed images.
 
         Args:
@@ -61,95 +56,122 @@ class MoonVit:
             ValueError: a grid does not have as many cells as there are patches, or is not a
                 multiple of the merge.
         """
-        w = self.weights
-        hidden = torch.cat([self._patches(pixels, grid) for pixels, grid in images])
-        places = self._places([grid for _, grid in images])
-        for layer in w.layers:
-            hidden = self._block(hidden, layer, places)
-        hidden = self._ops.rms_norm(hidden, w.norm, NORM_EPS)
-        cells = [
-            self._merge(hidden[place.rows], grid)
-            for place, (_, grid) in zip(places, images, strict=True)
-        ]
-        return self._project(cells)
+        grids = [self.checked(pixels, grid) for pixels, grid in images]
+        layout, begins, tokens = lay_out(grids, self.spec.merge, align=self._tile or 1)
+        device, rows = self.weights.patch.device, len(layout.places)
+        pixels = torch.zeros((rows, self.weights.patch.shape[1]), dtype=torch.uint8, device=device)
+        places = torch.zeros(
+            (rows, self.spec.hidden), dtype=self.weights.patch.dtype, device=device
+        )
+        for (image, grid), begin in zip(images, begins, strict=True):
+            pixels[begin : begin + len(image)] = image.flatten(1).to(device)
+            places[begin : begin + len(image)] = self.positions(grid)
+        self.know(max(max(grid) for grid in grids))
+        out = self.embed(pixels, places, moved(layout, device))
+        sizes = [rows * columns // self.spec.merge**2 for rows, columns in grids]
+        return [out[at : at + size].clone() for at, size in zip(tokens, sizes, strict=True)]
 
-    def _patches(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """One image's patches with positions, padded to whole tiles, [rows, D]."""
+    def checked(self, pixels: Tensor, grid: Grid) -> Grid:
+        """The grid, if the patches fill it."""
         height, width = grid
         if height * width != len(pixels) or height % self.spec.merge or width % self.spec.merge:
             raise ValueError(f"{len(pixels)} patches do not fill a grid of {height} x {width}")
-        w = self.weights
-        x = pixels.to(w.patch.device).flatten(1).float() / 127.5 - 1
-        x = self._ops.linear(x.to(w.patch.dtype), w.patch, self._tile)
-        return self._whole_tiles(x + self._positions(grid).to(x.dtype))
+        return grid
 
-    def _positions(self, grid: tuple[int, int]) -> Tensor:
-        """The learned table at a grid's size, fp32 [patches, D]."""
+    def know(self, sides: int) -> None:
+        """Have the angles of places up to `sides` ready."""
+        if self._cos is not None and len(self._cos) >= sides:
+            return
+        dim, device = self.spec.qkv_width // self.spec.num_heads, self.weights.patch.device
+        frequency = THETA ** (-4.0 * torch.arange(dim // 4, device=device) / dim)
+        angle = torch.arange(sides, device=device).unsqueeze(1) * frequency
+        self._cos, self._sin = angle.cos(), angle.sin()
+
+    def embed(self, pixels: Tensor, places: Tensor, layout: Layout) -> Tensor:
+        """Rows of patches to rows of tokens; every shape is that of the arguments.
+
+        Args:
+            pixels: uint8 [N, 3 * patch^2].
+            places: [N, hidden], what `positions` gives for each row.
+            layout: where images lie.
+
+        Returns:
+            [len(layout.cells) / merge^2, text_hidden].
+        """
+        w, ops = self.weights, self._ops
+        x = (pixels.float() / 127.5 - 1).to(w.patch.dtype)
+        hidden = ops.linear(x, w.patch, self._tile) + places
+        for layer in w.layers:
+            hidden = self._block(hidden, layer, layout)
+        hidden = ops.rms_norm(hidden, w.norm, NORM_EPS)
+        cells = hidden[layout.cells].view(-1, self.spec.merge**2 * self.spec.hidden)
+        wide = functional.gelu(ops.linear(cells, w.project0, self._tile))
+        out = ops.linear(wide, w.project2, self._tile)
+        return ops.rms_norm(out, w.post_norm, self.spec.projector_eps)
+
+    def positions(self, grid: Grid) -> Tensor:
+        """The learned table at a grid's size, [patches, hidden] in the dtype of the weights."""
         table = self.weights.pos.float()
         if grid != tuple(table.shape[:2]):
             planes = table.permute(2, 0, 1).unsqueeze(0)
             planes = functional.interpolate(planes, grid, mode="bilinear", align_corners=False)
             table = planes[0].permute(1, 2, 0)
-        return table.flatten(0, 1)
+        return table.flatten(0, 1).to(self.weights.patch.dtype)
 
-    def _places(self, grids: list[tuple[int, int]]) -> list[_Image]:
-        places, at = [], 0
-        for height, width in grids:
-            count = height * width
-            cos, sin = self._angles(height, width)
-            places.append(_Image(rows=slice(at, at + count), cos=cos, sin=sin))
-            at += count if self._tile is None else -(-count // self._tile) * self._tile
-        return places
-
-    def _angles(self, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the 2-D rotation: even pairs turn by column, odd ones by row."""
-        dim = self.spec.qkv_width // self.spec.num_heads
-        device = self.weights.patch.device
-        steps = torch.arange(dim // 4, device=device)
-        frequency = THETA ** (-4.0 * steps / dim)
-        row, column = torch.meshgrid(
-            torch.arange(height, device=device), torch.arange(width, device=device), indexing="ij"
-        )
-        angle = torch.stack([column.flatten(), row.flatten()], -1)  # [patches, 2]
-        turned = (angle.unsqueeze(1) * frequency.unsqueeze(-1)).flatten(1).unsqueeze(1)
-        return turned.cos(), turned.sin()
-
-    def _block(self, x: Tensor, w: VisionLayerWeights, places: list[_Image]) -> Tensor:
+    def _block(self, x: Tensor, w: VisionLayerWeights, layout: Layout) -> Tensor:
         ops, tile = self._ops, self._tile
+        assert self._cos is not None and self._sin is not None
         qkv = ops.linear(ops.rms_norm(x, w.norm0, NORM_EPS), w.wqkv, tile)
         qkv = qkv.unflatten(-1, (3, self.spec.num_heads, -1))
-        attended = x.new_zeros(len(x), self.spec.qkv_width)
-        for place in places:
-            q, k, v = qkv[place.rows].unbind(1)
-            q, k = (_rotate(y, place.cos, place.sin) for y in (q, k))
-            q, k, v = (y.transpose(0, 1).unsqueeze(0) for y in (q, k, v))
-            out = functional.scaled_dot_product_attention(q, k, v)
-            attended[place.rows] = out[0].transpose(0, 1).flatten(1)
-        x = x + ops.linear(attended, w.wo, tile)
+        ops.vit_rotate(qkv, layout, self._cos, self._sin)
+        x = x + ops.linear(ops.vit_attend(qkv, layout), w.wo, tile)
         inner = ops.linear(ops.rms_norm(x, w.norm1, NORM_EPS), w.fc0, tile)
         return x + ops.linear(functional.gelu(inner, approximate="tanh"), w.fc1, tile)
 
-    def _merge(self, x: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Patches [rows * columns, D] to cells of merge x merge, [tokens, merge^2 * D]."""
-        side = self.spec.merge
-        cells = x.view(grid[0] // side, side, grid[1] // side, side, -1)
-        return cells.transpose(1, 2).flatten(2).flatten(0, 1)
 
-    def _project(self, cells: list[Tensor]) -> list[Tensor]:
-        """[tokens, merge^2 * D] of each image -> [tokens, text_hidden] of each image."""
-        w, ops, tile = self.weights, self._ops, self._tile
-        padded = [self._whole_tiles(x) for x in cells]
-        wide = functional.gelu(ops.linear(torch.cat(padded), w.project0, tile))
-        out = ops.rms_norm(ops.linear(wide, w.project2, tile), w.post_norm, self.spec.projector_eps)
-        parts = out.split([len(x) for x in padded])
-        return [part[: len(x)].clone() for part, x in zip(parts, cells, strict=True)]
+def lay_out(
+    grids: Sequence[Grid], merge: int, *, align: int = 1, rows: int = 0, tiles: int = 0
+) -> tuple[Layout, list[int], list[int]]:
+    """Tables of a pass over images, on the CPU.
 
-    def _whole_tiles(self, x: Tensor) -> Tensor:
-        missing = 0 if self._tile is None else -len(x) % self._tile
-        return functional.pad(x, (0, 0, 0, missing))
+    Args:
+        grids: of the images.
+        merge: side of a cell.
+        align: images begin at multiples of it, among patches and among tokens.
+        rows: at least so many rows; the rest belongs to none.
+        tiles: at least so many blocks.
+
+    Returns:
+        The tables, the first row and the first token of each image.
+    """
+    places, cells = [torch.zeros((0, 2), dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    blocks: list[list[int]] = []
+    begins, tokens, at, token = [], [], 0, 0
+    for height, width in grids:
+        count = height * width
+        row, column = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        padded = -(-count // align) * align
+        place = torch.stack([column.flatten(), row.flatten()], -1)
+        places.append(functional.pad(place, (0, 0, 0, padded - count)))
+        number = torch.arange(at, at + count).view(height // merge, merge, width // merge, merge)
+        cell = number.transpose(1, 2).flatten()
+        missing = -(count // merge**2) % align * merge**2
+        cells.append(functional.pad(cell, (0, missing), value=at))
+        blocks += [[start, at, at + count] for start in range(at, at + count, BLOCK)]
+        begins.append(at)
+        tokens.append(token)
+        at, token = at + padded, token + len(cells[-1]) // merge**2
+    blocks += [[-1, -1, -1]] * (tiles - len(blocks))
+    place, cell = torch.cat(places), torch.cat(cells)
+    place = functional.pad(place, (0, 0, 0, max(0, rows - len(place))))
+    cell = functional.pad(cell, (0, max(0, rows - len(cell))))
+    return Layout(places=place, tiles=torch.tensor(blocks), cells=cell), begins, tokens
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn neighbouring pairs of x [patches, heads, head_dim], in fp32."""
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).to(x.dtype)
+def moved(layout: Layout, device: torch.device) -> Layout:
+    """The same tables on a device."""
+    return Layout(
+        places=layout.places.to(device),
+        tiles=layout.tiles.to(device),
+        cells=layout.cells.to(device),
+    )

@@ -11,6 +11,7 @@ import torch
 from common.cache.embed_arena import EmbedArena
 from common.config.image_grid import load_image_rules
 from common.config.settings import Settings
+from common.config.spec import VisionSpec
 from common.contract.messages import (
     Cached,
     Cancel,
@@ -29,18 +30,32 @@ from common.contract.messages import (
 from common.errors import Cancelled, ConfigError, HandoffRefused, ImageRejected
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
+from common.ops.select import choose_vision
 from common.runtime.identity import Identity
-from common.runtime.loaded import load_facts
+from common.runtime.loaded import Facts, load_facts
 from common.runtime.room import Room, describe
 from common.transfer.nixl import NixlLink
 from common.transfer.owner import Owner
 from common.weights import load_vision
+from services.encoder.budgets import BudgetTower
 from services.encoder.embed_cache import EmbedCache
 from services.encoder.engine import EncoderEngine, Prepared, key_of
 from services.encoder.images import prepare
 from services.encoder.moonvit import MoonVit
 
+BUDGETS = (1024, 4096, 16_384, 65_536)  # patches of a captured pass, up to encoder.batch_patches
 IMAGE_THREADS = 2  # decoding and resizing; Pillow lets go of the interpreter
+
+
+def build_tower(settings: Settings, facts: Facts, vision: VisionSpec) -> MoonVit | BudgetTower:
+    """The tower on its device: exact on a CPU, by patch budgets elsewhere."""
+    weights = load_vision(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device)
+    if facts.device.type == "cpu":
+        return MoonVit(vision, weights)
+    ops = choose_vision(settings.model.ops, vision, dtype=facts.dtype, device=facts.device)
+    most = settings.encoder.batch_patches
+    budgets = [budget for budget in BUDGETS if budget < most] + [most]
+    return BudgetTower(MoonVit(vision, weights, ops=ops, exact=False), budgets)
 
 
 class EncoderRoom:
@@ -54,10 +69,7 @@ class EncoderRoom:
             raise ConfigError(
                 f"{settings.model.path} has no vision tower; set encoder.replicas = 0"
             )
-        tower = MoonVit(
-            vision,
-            load_vision(facts.directory, facts.spec, dtype=facts.dtype, device=facts.device),
-        )
+        tower = build_tower(settings, facts, vision)
         self._rules = load_image_rules(facts.directory)
         self.room = room = Room("encoder", secret=secret, replica=replica)
         self.tally = Tally()

@@ -51,6 +51,16 @@ def test_triton_on_a_cpu_is_refused_with_the_remedy(spec: ModelSpec) -> None:
         choose(spec, "triton", "cpu")
 
 
+def test_a_towers_bodies_follow_the_same_setting(spec: ModelSpec) -> None:
+    assert spec.vision is not None
+    cpu, kind = torch.device("cpu"), torch.float32
+    assert select.choose_vision("auto", spec.vision, dtype=kind, device=cpu) is REFERENCE
+    with pytest.raises(BackendUnsupported, match=r"the device is cpu; set it to 'reference'"):
+        select.choose_vision("triton", spec.vision, dtype=kind, device=cpu)
+    with pytest.raises(ConfigError, match=r"model.ops is 'fast'"):
+        select.choose_vision("fast", spec.vision, dtype=kind, device=cpu)
+
+
 def test_an_unknown_setting_is_an_error_that_lists_the_known_ones(spec: ModelSpec) -> None:
     with pytest.raises(ConfigError, match=r"'fast'; use one of auto, reference, triton"):
         choose(spec, "fast", "cpu")
