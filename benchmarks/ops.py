@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import append, machine, measure
+from benchmarks.timing import REPLAYS, append, machine, measure
 from common.ops import act, attnres, conv, digest, kda, mla, moe, norm
 from common.ops.act import Activation
 from common.ops.kda import Mixer
@@ -41,13 +41,13 @@ class Report:
 
     def __call__(
         self, op: str, case: dict[str, Any], who: str, calls: Calls, *, bytes_: float = 0.0,
-        flops: float = 0.0, graph: bool = True,
+        flops: float = 0.0, graph: bool = True, replays: int = REPLAYS,
     ) -> None:  # fmt: skip
         """Time one case and keep it; a body that cannot run here is kept with its reason."""
         floor = max(bytes_ / COPY, flops / MATRIX)
         line: dict[str, Any] = {"op": op, "case": case, "who": who, "floor_us": round(floor, 2)}
         try:
-            timing = measure(calls, graph=graph)
+            timing = measure(calls, graph=graph, replays=replays)
             line |= {"us": round(timing.us, 2), "spread_us": round(timing.spread, 2)}
             line["of_floor"] = round(floor / timing.us, 3)
         except Exception as error:
@@ -252,6 +252,141 @@ def experts(report: Report) -> None:
                 report("experts", case, "definition", call, graph=False, **need)
 
 
+def draws(report: Report) -> None:
+    """Row 9: the choice of tokens over the release's vocabulary; the floor reads logits once."""
+    from common.contract.messages import Sampling
+    from common.sampling import device, sampler
+    from common.sampling.rows import Row
+
+    kinds = {
+        "greedy": Sampling(temperature=0),
+        "draw": Sampling(),
+        "draw, min_p": Sampling(min_p=0.05),
+        "greedy, 5 logprobs": Sampling(temperature=0, logprobs=5),
+        "draw, top_p": Sampling(top_p=0.9),
+        "draw, top_k": Sampling(top_k=50),
+        "draw, penalties": Sampling(presence=0.5, frequency=0.1, repetition=1.1),
+        "draw, everything": Sampling(
+            top_k=50, top_p=0.9, min_p=0.01, repetition=1.1, presence=0.5, logprobs=5
+        ),
+        "draw, grammar": Sampling(),
+    }
+    vocab = 163_840
+    for rows in (1, 256):
+        logits = 3 * randn(rows, vocab)
+        for kind, sampling in kinds.items():
+            mask = b"\x5a" * (vocab // 8) if kind == "draw, grammar" else None
+            counts = {i * 7: 1 + i % 3 for i in range(500)}
+            batch = [
+                Row(sampling=sampling, position=i, counts=counts, mask=mask) for i in range(rows)
+            ]
+            case = {"rows": rows, "kind": kind}
+            enqueue = device.prepared(logits, batch)
+            report("draw", case, "body", [enqueue] * 4, bytes_=logits.nbytes)
+            call = [lambda: device.launch(logits, batch).result()]
+            report(
+                "draw", case, "body, from rows to tokens", call, bytes_=logits.nbytes, graph=False
+            )
+            if rows == 1:
+                call = [lambda: sampler._together(logits, batch)]
+                report("draw", case, "torch's kernels", call, bytes_=logits.nbytes, graph=False)
+
+
+def fronts(report: Report) -> None:
+    """Row 7: merged front products against their weights' bytes, and the router beside the latent
+    projection, one after the other and on two streams."""
+    from common.ops.moe import triton_route
+
+    linear = torch.nn.functional.linear
+    router, bias = randn(896, 7168), randn(896) * 0.1
+    shapes = {"KDA front": 4 * 12288 + 224, "MLA front": 1536 + 576 + 12288, "latent": 3584}
+    weights = {name: [randn(n, 7168, dtype=BF16) for _ in (0, 1)] for name, n in shapes.items()}
+    side = torch.cuda.Stream()
+    for rows in (1, 8, 32, 64, 128):
+        x = randn(rows, 7168, dtype=BF16)
+        for name, pair in weights.items():
+            calls = [lambda w=w: linear(x, w) for w in pair]
+            report("front", {"what": name, "rows": rows}, "body", calls, bytes_=pair[0].nbytes)
+
+        def choose(x: torch.Tensor = x) -> None:
+            triton_route.route(linear(x.float(), router), bias, top_k=16)
+
+        def after(x: torch.Tensor = x) -> None:
+            choose(x)
+            linear(x, weights["latent"][0])
+
+        def beside(x: torch.Tensor = x) -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                choose(x)
+            linear(x, weights["latent"][0])
+            torch.cuda.current_stream().wait_stream(side)
+
+        need = {"bytes_": weights["latent"][0].nbytes + router.nbytes}
+        case = {"what": "router and latent", "rows": rows}
+        report("front", case, "router alone", [choose] * 4, bytes_=router.nbytes)
+        report("front", case, "body", [after] * 4, **need)
+        report("front", case, "two streams", [beside] * 4, **need)
+
+
+def tower(report: Report) -> None:
+    """Row 8: the vision tower by a captured pass, and its attention alone."""
+    from common.config.spec import VisionSpec
+    from common.ops.select import choose_vision
+    from common.ops.vit import triton as fast
+    from common.weights.tree import VisionLayerWeights, VisionWeights
+    from services.encoder.budgets import BudgetTower
+    from services.encoder.moonvit import MoonVit
+
+    spec = VisionSpec(
+        patch=14, merge=2, grid_height=64, grid_width=64, hidden=1024, num_layers=27, num_heads=12,
+        qkv_width=1536, mlp_width=4096, text_hidden=7168, projector_eps=1e-5,
+    )  # fmt: skip
+
+    def weight(*shape: int) -> torch.Tensor:
+        return randn(*shape, dtype=BF16) * shape[-1] ** -0.5
+
+    one = torch.ones(7168, device="cuda", dtype=BF16)
+    layers = tuple(
+        VisionLayerWeights(
+            norm0=one[:1024], norm1=one[:1024], wqkv=weight(4608, 1024), wo=weight(1024, 1536),
+            fc0=weight(4096, 1024), fc1=weight(1024, 4096),
+        )
+        for _ in range(27)
+    )  # fmt: skip
+    weights = VisionWeights(
+        patch=weight(1024, 588), pos=weight(64, 64, 1024), layers=layers, norm=one[:1024],
+        project0=weight(4096, 4096), project2=weight(7168, 4096), post_norm=one,
+    )  # fmt: skip
+    ops = choose_vision("triton", spec, dtype=BF16, device=torch.device("cuda"))
+    plain = MoonVit(spec, weights, ops=ops, exact=False)
+    for images, side in ((1, 74), (8, 74), (64, 74), (8, 38)):
+        each = side * side
+        pictures = [
+            (_bytes(each, 3, 14, 14).cpu().pin_memory(), (side, side)) for _ in range(images)
+        ]
+        budgets = BudgetTower(plain, (images * each,))
+        graph = budgets.forward(pictures)
+        held = budgets._passes[images * each]
+        eager = plain.embed(held.pixels, held.places, held.layout)
+        same = torch.equal(torch.cat(graph), eager[: images * each // 4])
+        block = 1024 * (4608 + 1536 + 8192) + 2 * each * 1536
+        need = {"flops": 2.0 * images * each * (27 * block + 588 * 1024 + 1024 * (4096 + 7168))}
+        case = {"images": images, "side": side * 14, "graph_equals_eager": same}
+        report("tower", case, "body, replayed", [held.run], graph=False, **need)
+        report(
+            "tower",
+            case,
+            "body, from pixels",
+            [lambda: budgets.forward(pictures)],
+            graph=False,
+            **need,
+        )
+        qkv = randn(images * each, 3, 12, 128, dtype=BF16)
+        call = [lambda: fast.attend(qkv, held.layout)]
+        report("tower", case, "attention alone", call, flops=4.0 * images * each * each * 1536)
+
+
 def _bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.uint8, device="cuda").random_(low, high)
 
@@ -374,6 +509,14 @@ def prefill_attention(report: Report) -> None:
         need = {"flops": expand + 96 * 2.0 * (192 + 128) * tokens * tokens / 2}
         call = [lambda: triton_chunk.attend_chunks(q, pages, 0, kv_b, 192**-0.5, plan, None)]
         report("mla_chunks", {"tokens": tokens}, "body", call, **need)
+        try:
+            from common.ops.mla.flashinfer_chunk import FlashInferChunks
+
+            body = FlashInferChunks(torch.device("cuda"))
+            call = [lambda: body(q, pages, 0, kv_b, 192**-0.5, plan, None)]
+            report("mla_chunks", {"tokens": tokens}, "body: flashinfer", call, graph=False, **need)
+        except ImportError:
+            pass
         if tokens == 2048:
             call = [lambda: mla.attend_chunks(q, pages, 0, kv_b, 192**-0.5, plan, None)]
             report("mla_chunks", {"tokens": tokens}, "definition", call, graph=False, **need)
@@ -416,7 +559,8 @@ def small(report: Report) -> None:
 OPS = {
     "kda_step": kda_steps, "digest": digests, "attnres": residuals, "small": small,
     "mla_steps": attention, "mla_chunks": prefill_attention, "experts": experts,
-    "kda_chunks": kda_chunks,
+    "kda_chunks": kda_chunks, "draw": draws, 
+    "tower": tower, "front": fronts,
 }  # fmt: skip
 
 
