@@ -323,9 +323,9 @@ DECODE = Page(
         ),
         Panel(
             title="Busiest expert",
-            why="Its rows over the mean of all experts, in the worst layer; 1 is even",
+            why="Its rows over the mean of all experts, in the worst layer; 1 is even, or not known yet",
             unit="short",
-            queries={"{{replica}}": gauge("baton_expert_skew", "decode")},
+            queries={"{{replica}}": gauge("baton_expert_skew", "decode") + " or vector(1)"},
         ),
         Panel(
             title="Busiest share of experts",
