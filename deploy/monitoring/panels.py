@@ -323,7 +323,7 @@ DECODE = Page(
         ),
         Panel(
             title="Busiest expert",
-            why="Its rows over the mean of all experts, in the worst layer; 1 is even, or not known yet",
+            why="Its rows over the mean of all, in the worst layer; 1 is even, or not known yet",
             unit="short",
             queries={"{{replica}}": gauge("baton_expert_skew", "decode") + " or vector(1)"},
         ),
