@@ -51,6 +51,7 @@ def check_schema(schema: Schema, param: str) -> None:
         for word in node:
             if word in UNENFORCED and not _is_idle(word, node[word]):
                 _refuse(param, f"the keyword `{word}` at {path} is not supported")
+        _check_shapes(node, path, param)
         if isinstance(node.get("items"), list):
             _refuse(param, f"`items` at {path} is a list; use `prefixItems`")
         for word in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"):
@@ -59,6 +60,18 @@ def check_schema(schema: Schema, param: str) -> None:
         if _has_long_number([node.get(w) for w in ("enum", "const", "minimum", "maximum")]):
             _refuse(param, f"a number at {path} has more than 64 bits")
         _follow(schema, node, path, param)
+
+
+def _check_shapes(node: Schema, path: str, param: str) -> None:
+    required = node.get("required", [])
+    if not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
+        _refuse(param, f"`required` at {path} must be a list of names")
+    for word in NAMED:
+        if not isinstance(node.get(word, {}), Mapping):
+            _refuse(param, f"`{word}` at {path} must be an object")
+    for word in LISTED:
+        if not isinstance(node.get(word, []), list):
+            _refuse(param, f"`{word}` at {path} must be a list")
 
 
 def resolve(root: Schema, node: Any, param: str) -> Any:

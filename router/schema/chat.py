@@ -171,7 +171,7 @@ def check_chat(raw: dict[str, Any], limits: RequestLimits) -> ChatRequest:
         structured_outputs=_structured(chat),
         thinking=thinking,
         effort=effort,
-        sampling=to_sampling(chat, limits, _logprobs(chat)),
+        sampling=to_sampling(chat, limits, _logprobs(chat), _max_tokens(chat)),
         max_tokens=_max_tokens(chat),
         stop=stop_strings(chat.stop),
         stream=bool(chat.stream),

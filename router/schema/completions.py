@@ -87,7 +87,7 @@ def parse_completion(body: bytes, limits: RequestLimits) -> CompletionRequest:
         model=asked.model,
         prompts=_prompts(asked.prompt, limits),
         echo=bool(asked.echo),
-        sampling=to_sampling(asked, limits, asked.logprobs),
+        sampling=to_sampling(asked, limits, asked.logprobs, asked.max_tokens),
         max_tokens=DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens,
         stop=stop_strings(asked.stop),
         stream=bool(asked.stream),

@@ -29,6 +29,7 @@ LONGEST_VALUE = 60  # characters of an offending value repeated in a message
 
 _PATH = re.compile(r"(.*?) - at `(?:key in )?\$(.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_EXTRA = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _CHOICE = re.compile(r"Invalid (?:enum )?value '?(.*?)'?$", re.DOTALL)
 _TYPES = re.compile(r"`([a-z| ]+)`")
 _TYPE_NAMES = {
@@ -124,8 +125,12 @@ def _refusal(
         return InvalidRequest(f"`{param}`{given}; it must be {bounds}", param=param)
     if choice := _CHOICE.match(what):
         known = next((words for end, words in choices.items() if end.search(param)), "")
-        rule = f"it must be {known}" if known else "which is not known"
-        return InvalidRequest(f"`{param}` is {_show(choice[1])}; {rule}", param=param or None)
+        rule = f"; it must be {known}" if known else ", which is not known"
+        return InvalidRequest(f"`{param}` is {_show(choice[1])}{rule}", param=param or None)
+    if extra := _EXTRA.match(what):
+        return InvalidRequest(f"`{param}` holds an unknown field, `{extra[1][:60]}`", param=param)
+    if "[...]" in path:
+        given = " holds a wrong value"
     rule = _TYPES.sub(lambda match: _type(match[1]), what)
     rule = rule.replace("Expected ", "it must be ").replace(", got ", ", not ")
     return InvalidRequest(f"`{param}`{given}; {rule}" if param else rule, param=param or None)

@@ -36,6 +36,8 @@ NAMES = {  # of a chat, and of this API
     r"tools\[(\d+)\]\.function": r"tools[\1]",
     r"response_format(\.json_schema)?": "text.format",
     r"reasoning_effort": "reasoning.effort",
+    r"^messages$": "input",
+    r"`messages`": "`input`",
 }
 
 

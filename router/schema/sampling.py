@@ -35,6 +35,15 @@ REFUSED: Mapping[str, str] = {
     "audio": "only text is produced",
     "web_search_options": "this server does not search the web",
     "prediction": "predicted outputs are not offered",
+    **dict.fromkeys(
+        ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "use `structured_outputs`",
+    ),
+    "allowed_token_ids": "use `structured_outputs`, or `logit_bias`",
+    "bad_words": "use `logit_bias`",
+    "prompt_logprobs": "the prompt's logprobs are not computed",
+    "use_beam_search": "answers are sampled; ask for `n` choices and pick one",
+    "continue_final_message": "an answer cannot be begun for the model",
 }
 
 
@@ -113,8 +122,13 @@ def fit_sampling(
     return msgspec.structs.replace(request.sampling, max_tokens=settled, min_tokens=least)
 
 
-def to_sampling(body: SamplingBody, limits: RequestLimits, logprobs: int | None) -> Sampling:
-    """Check what the types cannot say, and translate. `max_tokens` stays 1 until `fit_sampling`."""
+def to_sampling(
+    body: SamplingBody, limits: RequestLimits, logprobs: int | None, max_tokens: int | None
+) -> Sampling:
+    """Check what the types cannot say, and translate; `max_tokens` is what the body came to.
+
+    That of the result stays 1 until `fit_sampling`.
+    """
     if body.n is not None and not 1 <= body.n <= limits.max_choices:
         raise InvalidRequest(
             f"`n` is {body.n}; it must be an integer from 1 to {limits.max_choices}", param="n"
@@ -123,9 +137,9 @@ def to_sampling(body: SamplingBody, limits: RequestLimits, logprobs: int | None)
         raise InvalidRequest(
             "`best_of` is not offered: ask for `n` choices and pick one", param="best_of"
         )
-    if body.min_tokens and body.max_tokens and body.min_tokens > body.max_tokens:
+    if body.min_tokens and max_tokens and body.min_tokens > max_tokens:
         raise InvalidRequest(
-            f"`min_tokens` is {body.min_tokens}, above the limit of {body.max_tokens} tokens",
+            f"`min_tokens` is {body.min_tokens}, above the limit of {max_tokens} tokens",
             param="min_tokens",
         )
     top_k = max(0, body.top_k or 0)
@@ -156,7 +170,7 @@ def _biases(biases: Mapping[str, float], vocab: int) -> dict[int, float]:
         )
     checked = {}
     for name, bias in biases.items():
-        if not re.fullmatch(r"[0-9]{1,10}", name) or int(name) >= vocab:
+        if not re.fullmatch(r"0|[1-9][0-9]{0,9}", name) or int(name) >= vocab:
             raise InvalidRequest(
                 f"`logit_bias` names the token {name[:40]!r}; token ids run from 0 to {vocab - 1}",
                 param="logit_bias",

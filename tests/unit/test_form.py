@@ -276,6 +276,10 @@ def test_strings_are_raw_and_keep_every_character():
         ({"$ref": "#"}, "leads only to itself"),
         ({"const": 2**70}, "64 bits"),
         ({"items": [{"type": "string"}]}, "prefixItems"),
+        ({"type": "object", "required": "a"}, "`required` at #"),
+        ({"type": "object", "required": [1]}, "`required` at #"),
+        ({"type": "object", "properties": None}, "`properties` at #"),
+        ({"anyOf": {"type": "string"}}, "`anyOf` at #"),
     ],
 )
 @pytest.mark.parametrize("where", ["response", "arguments"])

@@ -212,6 +212,7 @@ async def test_a_picture_goes_through_the_encoder():
 REFUSED = [
     ({"input": None}, "input"),
     ({"input": []}, "input"),
+    ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     (

@@ -82,6 +82,12 @@ def test_a_missing_seed_differs_from_request_to_request():
         ("stop", [""], "0 characters"),
         ("logit_bias", {"1536": 5}, "0 to 1535"),
         ("logit_bias", {"-1": 5}, "0 to 1535"),
+        ("logit_bias", {"05": 5}, "0 to 1535"),
+        ("logit_bias", {"5": "1"}, "holds a wrong value; it must be a number"),
+        ("guided_json", {"type": "object"}, "use `structured_outputs`"),
+        ("guided_choice", ["a", "b"], "use `structured_outputs`"),
+        ("prompt_logprobs", 1, "not computed"),
+        ("structured_outputs", {"lark": "x"}, "unknown field, `lark`"),
         ("logit_bias", {"5": 1000}, "100"),
         ("stop_token_ids", [1536], "0 to 1535"),
         ("reasoning_effort", "huge", "none, low, high or max"),
@@ -97,6 +103,13 @@ def test_a_wrong_value_is_refused_naming_the_field_and_what_is_allowed(field, va
     error = refusal(**{field: value})
     assert error.param == field
     assert said in str(error)
+
+
+def test_a_least_length_above_either_limit_is_refused():
+    for limit in ("max_tokens", "max_completion_tokens"):
+        error = refusal(**{"min_tokens": 30, limit: 4})
+        assert error.param == "min_tokens" and "4 tokens" in str(error)
+    assert parse(min_tokens=4, max_completion_tokens=4).sampling.min_tokens == 4
 
 
 @pytest.mark.parametrize("value", ["no", 0, [False]])
