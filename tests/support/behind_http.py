@@ -16,6 +16,7 @@ import httpx
 
 from common.config.settings import Settings
 from router.app import Router
+from router.readiness import Readiness
 from router.seats import Seat, Seats
 from services.decode.room import DecodeRoom
 from services.encoder.room import EncoderRoom
@@ -36,6 +37,7 @@ class Site(Relay):
     model: str = ""
     client: httpx.AsyncClient = field(default_factory=httpx.AsyncClient)
     runner: Runner = None  # type: ignore[assignment]
+    readiness: Readiness = None  # type: ignore[assignment]
 
     async def ask(self, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> Answer:
         """Send a request from this loop, so that it can be cancelled."""
@@ -83,6 +85,7 @@ async def behind_http(
         site.url = f"http://127.0.0.1:{router.public.port}"
         site.admin_url = f"http://127.0.0.1:{router.admin.port}"
         site.model = settings.model.name
+        site.readiness = router.readiness
         site.runner = await asyncio.to_thread(Runner, site)
         async with httpx.AsyncClient(base_url=site.url) as site.client:
             yield site
