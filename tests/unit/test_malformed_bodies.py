@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections import Counter
 
 import pytest
 
@@ -23,6 +24,8 @@ from router.schema import (
 from router.schema.anthropic_chat import parse_messages
 from router.schema.responses_chat import parse_response
 from tests.support.nano import nano_tokenizer
+from tests.support.rooms import until
+from tests.unit.test_routes import site
 
 TOKENIZER = nano_tokenizer()
 LIMITS = RequestLimits(
@@ -251,3 +254,30 @@ def test_a_malformed_body_is_refused_or_read(body, answer, count):
             assert fault.status in (400, 404) and len(json.dumps(fault.body)) < 2000
             assert "Struct" not in str(error) and "object at 0x" not in str(error)
     assert count * 0.3 < refused < count
+
+
+PATHS = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/messages": MESSAGES,
+    "/v1/responses": RESPONSES,
+}
+
+
+@pytest.mark.parametrize("count", [400, pytest.param(5000, marks=pytest.mark.slow)])
+async def test_malformed_bodies_over_http_get_no_500_and_leave_nothing(count):
+    rng = random.Random(1)
+    seen = Counter()
+    async with site() as here:
+        for number in range(count):
+            path = list(PATHS)[number % len(PATHS)]
+            body = mutated(PATHS[path] | {"model": "nano-k3"}, rng)
+            raw = json.dumps(body).encode()
+            if rng.random() < 0.1:
+                raw = raw[: rng.randint(0, len(raw))]
+            reply = await here.http.post(path, content=raw)
+            assert reply.status_code in (200, 400, 404), reply.text
+            seen[reply.status_code] += 1
+        await here.nothing_left()
+        await until(lambda: here.router.house.running == 0)
+    assert seen[400] > count * 0.3 and seen[200] > 0
