@@ -57,7 +57,7 @@ def part_of(path: tuple[str, ...], spec: TextSpec) -> str:
     if where == "kda":
         return "KDA step" if call == "kda_mix" else "KDA products" if product else "small, in KDA"
     if where == "mla":
-        if "mla_steps" in path:
+        if "mla_steps" in path or "mla_chunks" in path:
             return "attention"
         return "attention products" if product else "small, in attention"
     if where == "ffn":
@@ -108,7 +108,7 @@ def telling(model: TextModel) -> Iterator[TextModel]:
         ):  # fmt: skip
             body = told(name, getattr(owner, attribute))
             stack.enter_context(mock.patch.object(owner, attribute, body))
-        yield TextModel(model.spec, model.weights, ops=ops, exact=False)
+        yield TextModel(model.spec, model.weights, ops=ops, exact=model._exact)
 
 
 def kernels(trace: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], float]]:

@@ -13,19 +13,23 @@ from common.config.geometry import expert_bytes, item_bytes
 from common.config.spec import ModelSpec
 
 REACHED = {  # share of a part's floor, batch 32 at 8,192 tokens
-    "KDA products": 0.9,
-    "KDA step": 0.85,
-    "attention products": 0.8,
-    "attention": 0.4,
-    "residual mixing": 0.1,
-    "router": 0.5,
-    "latent products": 0.8,
-    "routed experts": 0.65,
-    "shared expert": 0.9,
-    "dense network": 0.9,
-    "head": 0.9,
+    "KDA products": 0.88,
+    "KDA step": 0.90,
+    "attention products": 0.87,
+    "attention": 0.52,
+    "residual mixing": 0.85,
+    "router": 0.85,
+    "latent products": 0.72,
+    "routed experts": 0.80,
+    "shared expert": 0.86,
+    "dense network": 0.94,
+    "head": 0.97,
 }
-SMALL_S = 20e-6  # measured: launches of a layer that no part has, and gaps between kernels
+LEAST_S = {  # measured: of a layer, however few its rows are
+    "residual mixing": 9e-6,
+    "router": 34e-6,
+}
+SMALL_S = 25e-6  # measured: launches of a layer that no part has, and gaps between kernels
 REDUCE_S = 12e-6  # assumed: one reduction over the tensor ranks of a node, latency alone
 EXCHANGE_S = 40e-6  # assumed: dispatch and combine of one layer, latency alone
 
@@ -91,6 +95,8 @@ def projected(spec: ModelSpec, dtype: str, rows: Rows, rates: Rates) -> dict[str
     """Seconds of every part of a whole step on one rank, as far as it can be told beforehand."""
     text = spec.text
     found = {part: s / REACHED[part] for part, s in floors(spec, dtype, rows, rates).items()}
+    layers = {"residual mixing": text.num_layers, "router": len(text.moe_layers)}
+    found |= {part: max(found[part], layers[part] * least) for part, least in LEAST_S.items()}
     found["small launches and gaps"] = text.num_layers * SMALL_S
     if rows.tensor > 1:
         found["reductions"] = 2 * text.num_layers * REDUCE_S

@@ -12,7 +12,7 @@ from benchmarks.step import prefill_us
 from benchmarks.step_parts import SLICE, kernels, part_of, prompt_floors
 from common.config.checkpoint import parse_spec
 from common.config.release import RELEASE
-from common.config.step import REACHED, Rates, Rows, exchanged, floors, projected, touched
+from common.config.step import LEAST_S, REACHED, Rates, Rows, exchanged, floors, projected, touched
 
 K3 = parse_spec(RELEASE)
 RATES = Rates(copy=1.0, flops=1e30, network=50e9)  # seconds are bytes
@@ -53,6 +53,9 @@ def test_a_projection_adds_what_ranks_say_to_each_other() -> None:
     rates = dataclasses.replace(RATES, copy=4.274e12)
     alone = projected(K3, "bfloat16", Rows(lane=8, context=8192), rates)
     assert alone.keys() == {*REACHED, "small launches and gaps"}
+    least = floors(K3, "bfloat16", Rows(lane=8, context=8192), rates)
+    assert alone["head"] == pytest.approx(least["head"] / REACHED["head"])
+    assert alone["router"] == 92 * LEAST_S["router"] > least["router"] / REACHED["router"]
     rows = Rows(lane=8, context=8192, tensor=8, data=2, expert=16)
     ranks = projected(K3, "bfloat16", rows, rates)
     assert ranks["reductions"] == 2 * 93 * 12e-6
