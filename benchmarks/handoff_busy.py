@@ -52,6 +52,7 @@ from common.transfer.receiver import Receiver
 TOKENS, LAST = 8192, 2048
 AT_ONCE = (1, 2, 4, 8)
 ROUNDS, STEPS = 5, 40
+WARM, RUNS = 1, 5  # of whole prompts
 BEFORE = (TOKENS - LAST) // 64  # pages of earlier chunks
 GROUPS = 12  # of layers, in the last chunk
 Step = Callable[[], None]
@@ -403,10 +404,10 @@ def pulled_by_layers(side: Side, peer: Endpoint, pipe: Connection, spec: ModelSp
     puller = Puller(side, peer, spec)
     exposed: dict[int, list[float]] = {1: [], GROUPS: []}
     chunks: list[float] = []
-    for run in range(3 + 9):
+    for run in range(WARM + RUNS):
         for groups, seconds in exposed.items():
             after, chunk, more = puller.pull(pipe, groups)
-            if run >= 3:
+            if run >= WARM:
                 seconds.append(after)
                 chunks.append(chunk)
     for groups, seconds in exposed.items():

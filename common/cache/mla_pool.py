@@ -15,7 +15,7 @@ import torch
 from common.cache.layout import PAGE_TOKENS, facts, latent_shape, size_of
 from common.config.checkpoint import TextSpec
 from common.contract.regions import Span
-from common.ops.digest import Rows, Signature, Summing, digest_listed
+from common.ops.digest import Rows, Signature, Summing, digest_listed, on_device
 
 
 def pages_of(num_tokens: int) -> int:
@@ -71,7 +71,7 @@ class LatentPool:
         if not pages:
             return
         sums, finite = digest_listed(self.pages, pages, PAGE_TOKENS, first * self.page_words)
-        index = self._index(pages)
+        index = on_device(pages, self.pages.device)
         self._sums[index], self._finite[index] = sums, finite
         for position, page in enumerate(pages, start=first):
             self._signed_as[page] = position
@@ -107,7 +107,7 @@ class LatentPool:
                 raise ValueError(
                     f"page {pages[position]} is not signed as page {position} of its request"
                 )
-        index = self._index(pages[:full])
+        index = on_device(pages[:full], self.pages.device)
         summing.add_known(at, self._sums[index].sum(0), self._finite[index].all(0))
 
     def measure(self, pages: Sequence[int], num_tokens: int) -> Signature:
@@ -149,8 +149,3 @@ class LatentPool:
         self.pages[dst].copy_(self.pages[src])
         self._sums[dst], self._finite[dst] = self._sums[src], self._finite[src]
         self._signed_as[dst] = self._signed_as[src]
-
-    def _index(self, pages: Sequence[int]) -> torch.Tensor:
-        """Page numbers on the pool's device; does not wait for it."""
-        numbers = torch.tensor(list(pages), dtype=torch.int64)
-        return numbers.to(self.pages.device, non_blocking=True)

@@ -21,7 +21,7 @@ from common.runtime.memory import TextMemory
 from common.runtime.place import Place, cut
 from common.transfer.link import Pair, Source, part_of
 
-PIECE_BYTES = 64 << 20  # smaller ones keep the link less busy, larger ones end later
+PIECE_BYTES = 256 << 20  # less, and looking after them takes the host longer than they travel
 
 
 class Landing:

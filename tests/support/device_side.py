@@ -61,7 +61,7 @@ class Served:
         self.place = Place(slot=SLOT, pages=tuple(range(pages)), tokens=tokens)
         self.receiver = Receiver(self.link, quarantine_bound=1)
         self.fill(epoch)
-        self.step, self.eager = self._make_step()
+        self.step, self.wanted = self._make_step()
         self.before = self._rest()
 
     def fill(self, seed: int) -> None:
@@ -96,7 +96,10 @@ class Served:
         """Whether what no READ was to touch is as it was, and the step computes what it did."""
         self.step()
         self._settle()
-        return {"memory": self._rest() == self.before, "step": bool((self.out == self.eager).all())}
+        return {
+            "memory": self._rest() == self.before,
+            "step": bool((self.out == self.wanted).all()),
+        }
 
     def steps(self) -> None:
         """Until somebody ends the process."""
@@ -118,14 +121,15 @@ class Served:
                 torch.mm(left, right, out=self.out)
 
         eager()
+        step: Callable[[], None] = eager
+        if self.device.type == "cuda":
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                eager()
+            step = graph.replay
+        step()
         self._settle()
-        wanted = self.out.clone()
-        if self.device.type == "cpu":
-            return eager, wanted
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            eager()
-        return graph.replay, wanted
+        return step, self.out.clone()
 
     def _settle(self) -> None:
         if self.device.type == "cuda":

@@ -14,6 +14,7 @@ from torch import Tensor
 from common.ops.digest import reference
 from common.ops.digest.reference import MASK, Signature, signature, splitmix64
 from common.ops.digest.summing import Rows, Summing
+from common.ops.digest.upload import on_device
 
 __all__ = [
     "MASK",
@@ -23,6 +24,7 @@ __all__ = [
     "digest_listed",
     "digest_pages",
     "digest_words",
+    "on_device",
     "signature",
     "splitmix64",
 ]

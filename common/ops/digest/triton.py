@@ -7,7 +7,6 @@ does stands in a table on the device, so that parts of other shapes compile noth
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from common.errors import BackendUnsupported
 from common.ops.digest.summing import Rows
+from common.ops.digest.upload import on_device
 
 _FIELDS = 16
 FIELDS = tl.constexpr(_FIELDS)
@@ -107,7 +107,8 @@ def add(
         BackendUnsupported: another dtype.
         ValueError: a row is not a multiple of 4 bytes.
     """
-    table, listed = array("q"), array("q")
+    table: list[int] = []
+    listed: list[int] = []
     begin, aligned = 0, True
     parts = [part for part in parts if part.number and part.values.shape[1] and part.width]
     for part in parts:
@@ -115,13 +116,11 @@ def add(
             part, begin, _FIELDS * len(parts) + len(listed), pitch, block, programs
         )
         aligned = aligned and is_aligned
-        table.extend(entry)
-        listed.extend(part.pages or ())
+        table += entry
+        listed += part.pages or ()
     if parts:
-        # Pageable on purpose: the copy is staged before it returns, and pinning costs more.
-        on_host = torch.frombuffer(table + listed, dtype=torch.int64)
         digest_kernel[(begin,)](
-            on_host.to(sums.device, non_blocking=True), sums, bad, len(parts),
+            on_device(table + listed, sums.device), sums, bad, len(parts),
             ALIGNED=aligned, BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
 
