@@ -1,6 +1,6 @@
 """Numbers sent to a device in the order of its stream, without the host waiting for either.
 
-From pageable memory a copy waits for what the stream has still to do; from pinned memory it does
+A copy from pageable memory may wait for what the stream has still to do; from pinned memory it does
 not, and torch keeps the pinned memory until the copy was made.
 """
 
