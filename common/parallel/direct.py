@@ -31,8 +31,6 @@ class InPlace(Arrived):
 class Direct:
     """One rank's end; see `common.parallel.exchange.Exchange`."""
 
-    waits_for_host = False
-
     def __init__(self, rank: int, window: Window, layout: Layout, experts: int) -> None:
         """`experts` are this rank's places, the first number that is no expert's."""
         self._rank, self._windows, self._layout = rank, window.addresses, layout

@@ -39,8 +39,6 @@ class Counted(Arrived):
 class Exchange(Protocol):
     """Both ways between rows and experts. All ranks of the axis call in the same order."""
 
-    waits_for_host: bool  # so that a captured pass cannot hold it
-
     def dispatch(
         self, rows: Tensor, ids: Tensor, keep: Tensor, table: Routes
     ) -> Callable[[], Arrived]:
@@ -71,8 +69,6 @@ class Exchange(Protocol):
 
 class AllToAll:
     """The definition: one row for each (row, expert), in order of ranks, then rows, then ids."""
-
-    waits_for_host = True
 
     def __init__(self, axis: Axis) -> None:
         """`axis` joins the ranks that hold every expert once."""

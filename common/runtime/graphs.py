@@ -27,8 +27,6 @@ from common.model.text import TextModel, reset
 from common.ops.exchange import Layout
 from common.ops.plan import Steps
 from common.ops.select import takes_packed, uncapturable
-from common.parallel.team import Team
-from common.runtime.grouped import GroupModel
 from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
@@ -69,7 +67,7 @@ class GraphedModel:
         """Record every bucket, the largest first.
 
         Args:
-            model: of a team, only without other tensor ranks, and all ranks record together.
+            model: of a team only without other tensor ranks.
             memory: the pools that every step will be over.
             most: rows of the largest step.
             width: most pages of one share.
@@ -185,7 +183,7 @@ def graphed(model: TextModel, memory: TextMemory, decode: DecodeSettings) -> For
     device = model.weights.embed.device
     if device.type != "cuda" or not decode.graphs:
         return model
-    if why := uncapturable(model.ops) or _meeting(model.team):
+    if why := uncapturable(model.ops):
         logger.warning("steps run without CUDA graphs: %s", why)
         return model
     began, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
@@ -201,41 +199,19 @@ def graphed(model: TextModel, memory: TextMemory, decode: DecodeSettings) -> For
     return made
 
 
-def _meeting(team: Team | None) -> str:
-    """Why a group's steps cannot be captured; empty when they can."""
-    if team is None:
-        return ""
-    if team.tensor.size > 1:
-        return "sums over tensor ranks are not recorded; use data and expert ranks alone"
-    if team.exchange is not None and team.exchange.waits_for_host:
-        return 'the exchange waits for the host; set decode.exchange = "direct"'
-    return ""
-
-
-def record(plan: Plan, model: GroupModel, memory: TextMemory) -> None:
-    """Capture a rank's steps, where they can be; all ranks of a decode group do this together."""
-    if plan.room == "decode":
-        made = graphed(model, memory, plan.settings.decode)
-        model.replays = None if made is model else made
-
-
 def group_reserve(plan: Plan) -> int:
     """What a rank of a decode group takes of its device beside weights and pools."""
-    settings = plan.settings
-    if plan.exchange != "direct" or settings.model.device == "cpu":
+    if plan.exchange != "direct" or plan.settings.model.device == "cpu":
         return 0
-    facts = load_facts(settings)
-    text, ranks = facts.spec.text, plan.mesh.expert
+    facts = load_facts(plan.settings)
+    text = facts.spec.text
     window = Layout(
-        ranks=ranks,
+        ranks=plan.mesh.expert,
         places=plan.rows * text.moe.top_k,
         width=text.moe.latent or text.hidden,
         dtype=facts.dtype,
     )
-    steps = (
-        graph_bytes(text, settings.model.dtype, settings.decode) if settings.decode.graphs else 0
-    )
-    return window.size + steps
+    return window.size
 
 
 def check_memory(settings: Settings) -> None:

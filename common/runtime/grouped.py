@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.config.spec import TextSpec
-from common.model.batch import Forward, Memory, Share, StepBatch
+from common.model.batch import Memory, Share, StepBatch
 from common.model.text import TextModel
 from common.ops.table import REFERENCE, Ops
 from common.parallel.collectives import Axis
@@ -39,7 +39,6 @@ class GroupModel(TextModel):
         super().__init__(spec, weights, ops=ops, exact=exact, team=team)
         self._data, self._send, self._mesh = data, send, team.mesh
         self.mates, self._seat = team, team.seat
-        self.replays: Forward | None = None  # steps of this rank, where they were captured
 
     def load(self) -> list[list[int]]:
         """Rows that this rank handed to each expert since the start, by MoE layer."""
@@ -84,8 +83,6 @@ class GroupModel(TextModel):
         if batch is None:
             self.idle(memory)
             logits = torch.zeros(0, self.spec.vocab, device=self.weights.embed.device)
-        elif order.kind == "steps" and self.replays is not None:
-            logits = self.replays.forward(batch, memory)
         else:
             logits = super().forward(batch, memory)
         if self._data.size == 1 or self._seat.tensor:

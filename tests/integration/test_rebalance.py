@@ -101,7 +101,7 @@ async def test_experts_move_under_running_requests_without_a_wrong_token(skewed,
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("exchange", "ops"),
-    [("all_to_all", "reference"), ("direct", "reference"), ("direct", "auto")],  # auto: captured
+    [("all_to_all", "reference"), ("direct", "reference")],
 )
 async def test_ranks_that_share_a_device_answer_alike_while_experts_move(exchange, ops) -> None:
     model = {"device": "cuda", "ops": ops}
@@ -113,8 +113,6 @@ async def test_ranks_that_share_a_device_answer_alike_while_experts_move(exchang
         (room,) = line.decodes
         gains = []
         room.rebalancer.least = 0
-        is_captured = room.loaded.model.replays is not None
-        assert is_captured is (ops == "auto")
 
         async def look() -> None:
             gains.append(await asyncio.to_thread(room.rebalancer.look))

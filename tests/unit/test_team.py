@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,17 +15,14 @@ from common.parallel.exchange import AllToAll
 from common.parallel.mesh import Mesh
 from common.parallel.placement import Placement, even, routes
 from common.parallel.team import Team
-from common.runtime import graphs
-from common.runtime.graphs import Eager, GraphedModel
-from common.runtime.grouped import GroupModel
+from common.runtime.graphs import GraphedModel
+from common.runtime.recorder import Eager
 from tests.support.golden import write_tiny
 from tests.support.models import Request, allocate, alone, chunks, load, steps
 
 
 class Noted(AllToAll):
     """An exchange that notes when rows leave and when they are waited for, and how many went."""
-
-    waits_for_host = False
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(SOLO)
@@ -78,35 +74,19 @@ def test_the_shared_expert_computes_while_rows_travel(one, monkeypatch) -> None:
 
 def test_a_recorded_step_neither_sends_nor_counts_padding(one) -> None:
     team, layers = team_of(one, []), len(one.spec.text.moe_layers)
-    model = GroupModel(one.spec.text, one.weights, team=team, data=SOLO, send=lambda order: None)
+    model = TextModel(one.spec.text, one.weights, team=team)
     memory, plain = (allocate(one.spec.text, slots=3, pages=3) for _ in range(2))
-    model.replays = GraphedModel(model, memory, most=8, width=1, recorder=Eager())
+    recorded = GraphedModel(model, memory, most=8, width=1, recorder=Eager())
     assert team.exchange.rows == 0 and not team.load.any()  # recording is all padding
     mine, theirs = ([Request(slot, (slot,)) for slot in range(3)] for _ in range(2))
     model.forward(chunks(*(own.share(range(5)) for own in mine)), memory)
     one.model.forward(chunks(*(other.share(range(5)) for other in theirs)), plain)
     team.exchange.rows = 0
-    found = model.forward(steps(*(own.share([9]) for own in mine)), memory)
+    found = recorded.forward(steps(*(own.share([9]) for own in mine)), memory)
     wanted = one.model.forward(steps(*(other.share([9]) for other in theirs)), plain)
     assert torch.equal(found, wanted)
     assert team.exchange.rows == 3 * layers  # of a bucket of four
     assert team.load.sum(1).tolist() == [18 * one.spec.text.moe.top_k] * layers
-
-
-@pytest.mark.parametrize(
-    ("axes", "waits", "sentence"),
-    [
-        ({"tensor": 2}, False, "sums over tensor ranks are not recorded"),
-        ({"data": 2, "expert": 2}, True, 'set decode.exchange = "direct"'),
-        ({"data": 2, "expert": 2}, False, ""),
-    ],
-)
-def test_steps_of_a_group_are_captured_or_the_reason_is_told(one, axes, waits, sentence) -> None:
-    team = team_of(one, [])
-    team.exchange.waits_for_host = waits
-    tensor = SimpleNamespace(size=axes.get("tensor", 1))
-    told = graphs._meeting(replace(team, tensor=tensor))
-    assert sentence in told and bool(sentence) == bool(told)
 
 
 def test_new_routes_are_taken_in_place() -> None:
