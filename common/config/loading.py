@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from common.config.bounds import check_number, check_ports
 from common.config.settings import Settings
 from common.errors import ConfigError
 
@@ -24,13 +25,17 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
     """
     try:
         raw = tomllib.loads(path.read_text())
+    except (IsADirectoryError, UnicodeDecodeError):
+        raise ConfigError(
+            f"{path} is no file of text; give a TOML file like deploy/settings/local.toml"
+        ) from None
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; deploy/settings/local.toml is a start") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for variable, key in (("PORT", "port"), ("ADMIN_PORT", "admin_port")):
         if value := environ.get(variable):
-            if not value.isdecimal():
+            if not (value.isascii() and value.isdecimal()):
                 raise ConfigError(f"{variable} is {value!r}; it must be a port number")
             raw.setdefault("server", {})[key] = int(value)
     return parse_settings(raw, source=str(path))
@@ -51,7 +56,10 @@ def parse_settings(raw: Mapping[str, Any], *, source: str) -> Settings:
         if not isinstance(content, dict):
             raise ConfigError(f"{source}: {name} must be a table")
         values[name] = _table(tables[name], name, content, source)
-    return Settings(**values)
+    settings = Settings(**values)
+    at = settings.server
+    check_ports(at.host, at.port, at.admin_host, at.admin_port, source)
+    return settings
 
 
 def as_tables(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -66,7 +74,9 @@ def _table(kind: type, name: str, content: Mapping[str, Any], source: str) -> An
         if key not in hints:
             known = ", ".join(hints)
             raise ConfigError(f"{source}: unknown key [{name}] {key}; known: {known}")
-        values[key] = _value(hints[key], value, f"{source}: [{name}] {key}")
+        values[key] = value = _value(hints[key], value, f"{source}: [{name}] {key}")
+        if isinstance(value, int | float):
+            check_number(name, key, value, source)
     return kind(**values)
 
 
