@@ -20,6 +20,12 @@ from common.contract.grammar import Grammar
 from common.errors import InvalidRequest
 
 LONGEST_REASON = 300  # characters of the library's words that reach a client
+PLAINER = (  # its places in its own source, its marks, and its advice to who calls it
+    (r"\bat \d+\(\d+\): |failed to compile JSON schema: |\s*<non-verbose/>", ""),
+    (r"\W+Enable 'coerce_one_of'.*", "; write anyOf, or parts that exclude each other"),
+    (r"; (?:either increase limits|consider making your grammar).*", "; make it simpler"),
+    (r"lexer error: too many expressions constructed", "it is too large; make it simpler"),
+)
 
 # What a compilation and a step may cost, in the library's own units: past any of these a matcher is
 # lost, so that no text can hold up a room.
@@ -107,4 +113,6 @@ def _reason(text: str) -> str:
     text = text.split("<state>")[0]
     text = re.sub(r"\n\s*(?:\d+ )?\|.*|\n\s*\^+", "", text)
     text = " ".join(text.split())
+    for pattern, words in PLAINER:
+        text = re.sub(pattern, words, text)
     return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}…"

@@ -262,3 +262,26 @@ async def test_a_form_that_breaks_on_the_way_is_refused_before_it_is_asked_for(j
     wanted = form(structured_outputs={"regex": "(((a{50}){50}){50}){50}"}, reasoning_effort="none")
     with pytest.raises(InvalidRequest, match="cannot be enforced"):
         await judge.check(wanted)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"oneOf": [{"type": "string"}, {"minLength": 1}]}, "write anyOf, or parts that exclude"),
+        ({"type": "integer", "minimum": 10, "maximum": 1}, "minimum (10) is greater than maximum"),
+        ({"type": "string", "format": "bogus"}, "Unknown format: bogus"),
+    ],
+)
+def test_a_fault_is_told_without_the_librarys_own_places_and_advice(body, said):
+    with pytest.raises(InvalidRequest) as told:
+        vocabulary().compile(schema_form(body).grammar)
+    words = str(told.value)
+    assert said in words
+    for odd in ("at 3(", "failed to compile", "non-verbose", "coerce_one_of"):
+        assert odd not in words
+
+
+def test_an_expression_that_is_too_costly_is_told_to_be_made_simpler():
+    costly = form(structured_outputs={"regex": ".*" * 2000})
+    with pytest.raises(InvalidRequest, match=r"make it simpler$"):
+        vocabulary().compile(costly.grammar)
