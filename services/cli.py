@@ -64,9 +64,14 @@ def main(argv: list[str] | None = None) -> int:
         if args.command == "trace":
             return run_trace(args.id, args.url, args.key_file)
         return run_chat(args.url, args.model, args.image)
-    except (ServingError, httpx.HTTPError, OSError, UnicodeError) as error:
-        print(f"baton: {error}", file=sys.stderr)
-        return 1
+    except httpx.HTTPStatusError as error:
+        words = f"{error.request.url} says {error.response.status_code}; give the right --url"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        words = f"{args.url} does not answer: {error}; give --url as http://HOST:PORT"
+    except (ServingError, OSError, UnicodeError) as error:
+        words = str(error).removeprefix(f"[Errno {getattr(error, 'errno', '')}] ")
+    print(f"baton: {words}", file=sys.stderr)
+    return 1
 
 
 def run_server(settings: Settings) -> int:
@@ -173,11 +178,14 @@ def run_trace(name: str, url: str, key_file: Path | None) -> int:
     from services.waterfall import lines
 
     key = {"Authorization": f"Bearer {key_file.read_text().strip()}"} if key_file else {}
-    told = httpx.get(f"{url}/admin/requests/{quote(name, safe='')}", headers=key, timeout=10)
+    place = f"{url.rstrip('/')}/admin/requests/{quote(name, safe='')}"
+    told = httpx.get(place, headers=key, timeout=10)
     if told.status_code == 401:
         raise ConfigError(f"{url} wants the key of the second listener; give it by --key-file")
     if told.status_code == 404 and "json" in told.headers["content-type"]:
-        raise NotFound(told.json()["error"])
+        if not isinstance(words := told.json()["error"], str):
+            raise NotFound(f"{url} is not the second listener; give that by --url")
+        raise NotFound(words)
     for past in told.raise_for_status().json()["requests"]:
         print("\n".join(lines(past)))
     return 0

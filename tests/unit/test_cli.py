@@ -16,6 +16,13 @@ from tests.support.sites import standing
         (["serve", "no/such/file.toml"], "does not exist"),
         (["slice", "out", "--layers", "3"], "'3'"),
         (["chat", "--url", "http://127.0.0.1:9", "--model", "m"], "refused"),
+        (["chat", "--url", "localhost:9", "--model", "m"], "localhost:9 does not answer"),
+        (["trace", "x", "--url", "http://127.0.0.1:9/"], "http://127.0.0.1:9/ does not answer"),
+        (
+            ["trace", "x", "--key-file", "no/such/key"],
+            "baton: No such file or directory: 'no/such/key'",
+        ),
+        (["serve", "tests"], "tests is no file of text"),
         (["chat", "--image", "no/such/picture.png", "--model", "m"], "no/such/picture.png"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
