@@ -29,7 +29,7 @@ TYPES = {
 }
 
 INSIDE = {
-    "not_ready": "the model is not ready yet; try again shortly",
+    "not_ready": "the server starts, stops or replaces a part; send the request again shortly",
     "room_lost": "a part of the service stopped while it worked on the request; send it again",
     "transfer_failed": "the request could not be handed on inside the service; send it again",
     "handoff_refused": "the request could not be handed on inside the service; send it again",
