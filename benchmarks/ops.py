@@ -222,16 +222,20 @@ def _fla_chunks(
 
 
 def experts(report: Report) -> None:
-    """Row 3: packed experts, the whole op and its two products alone."""
+    """Row 3: experts as the room fits them, and the same products on each unit alone."""
     from common.ops.moe import triton as fast
+    from common.ops.moe import triton_split
 
     width, inner = 3584, 3072
     for count, loads in ((56, (1, 4, 16, 64, 512)), (896, (1, 4, 8, 16, 32, 64, 128))):
-        stack = moe.ExpertStack(
-            w13=_bytes(count, 2 * inner, width // 2), w2=_bytes(count, width, inner // 2),
-            w13_scale=_bytes(count, 2 * inner, width // 32, low=116, high=121),
-            w2_scale=_bytes(count, width, inner // 32, low=116, high=121),
+        stack = triton_split.based(
+            moe.ExpertStack(
+                w13=_bytes(count, 2 * inner, width // 2), w2=_bytes(count, width, inner // 2),
+                w13_scale=_bytes(count, 2 * inner, width // 32, low=116, high=121),
+                w2_scale=_bytes(count, width, inner // 32, low=116, high=121),
+            )
         )  # fmt: skip
+        assert stack is not None
         for load in loads:
             rows = max(1, load * count // 16)
             ids = torch.arange(rows, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
@@ -246,7 +250,10 @@ def experts(report: Report) -> None:
             call = [lambda: fast.experts(x, ids, weights, stack, SITU, None)]
             report("experts", case, "body, whole op", call, **need)
             products = fast.products(x, ids, stack, SITU)
-            report("experts", case, "body, two products", [products], **need)
+            report("experts", case, "bf16 unit, two products", [products], **need)
+            if load <= 16:
+                products = triton_split.products(x, ids, stack, SITU)
+                report("experts", case, "FP8 unit, two products", [products], **need)
             if count == 56 and load == 16:
                 call = [lambda: moe.experts(x, ids, weights, stack, SITU, None)]
                 report("experts", case, "definition", call, graph=False, **need)
@@ -360,7 +367,7 @@ def tower(report: Report) -> None:
     )  # fmt: skip
     ops = choose_vision("triton", spec, dtype=BF16, device=torch.device("cuda"))
     plain = MoonVit(spec, weights, ops=ops, exact=False)
-    for images, side in ((1, 74), (8, 74), (64, 74), (8, 38)):
+    for images, side in ((1, 74), (8, 38), (8, 74), (64, 74)):
         each = side * side
         pictures = [
             (_bytes(each, 3, 14, 14).cpu().pin_memory(), (side, side)) for _ in range(images)

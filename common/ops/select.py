@@ -9,7 +9,7 @@ later.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -140,22 +140,21 @@ def choose_vision(
     )
 
 
-def check_experts(ops: Ops, stacks: Iterable[ExpertStack]) -> None:
-    """Refuse loaded experts that the chosen body would misread; reads every scale once.
-
-    Raises:
-        BackendUnsupported: a stack is not what the body takes.
+def fitted_experts(ops: Ops, stack: ExpertStack, *, moves: bool = False) -> ExpertStack:
+    """Loaded experts as the chosen body takes them; reads every scale once. Experts that change
+    ranks stay as the checkpoint packs them: what is derived of them does not travel. Raises
+    BackendUnsupported where the body cannot serve the stack.
     """
     if not takes_packed(ops):
-        return
+        return stack
     from common.ops.moe.triton import unsupported
+    from common.ops.moe.triton_split import based
 
-    for layer, stack in enumerate(stacks):
-        if why := unsupported(stack):
-            raise BackendUnsupported(
-                f"the experts of MoE layer {layer} cannot be served by Triton: {why}; set "
-                "model.ops to 'reference'"
-            )
+    if why := unsupported(stack):
+        raise BackendUnsupported(
+            f"the experts cannot be served by Triton: {why}; set model.ops to 'reference'"
+        )
+    return stack if moves else based(stack) or stack
 
 
 def printed(choices: Sequence[Choice]) -> str:

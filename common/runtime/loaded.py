@@ -15,10 +15,11 @@ from common.config.settings import Settings
 from common.config.spec import ModelSpec
 from common.contract.regions import print_of
 from common.model.text import TextModel
-from common.ops.select import check_experts, choose, printed, takes_packed
+from common.ops.select import choose, fitted_experts, printed, takes_packed
+from common.ops.table import Ops
 from common.weights import load_text as load_weights
 from common.weights import weight_identity
-from common.weights.tree import MoeWeights
+from common.weights.tree import MoeWeights, TextWeights
 
 logger = logging.getLogger("baton.loading")
 
@@ -94,14 +95,16 @@ def load_text(settings: Settings) -> Loaded:
     )
     if facts.device.type != "cpu":
         logger.info("ops of the text model:\n%s", printed(table))
-    weights = load_weights(
-        facts.directory,
-        facts.spec,
-        dtype=facts.dtype,
-        device=facts.device,
-        packed=takes_packed(ops),
+    weights = fitted_weights(
+        load_weights(
+            facts.directory,
+            facts.spec,
+            dtype=facts.dtype,
+            device=facts.device,
+            packed=takes_packed(ops),
+        ),
+        ops,
     )
-    check_experts(ops, (w.ffn.experts for w in weights.layers if isinstance(w.ffn, MoeWeights)))
     return Loaded(
         spec=facts.spec,
         dtype=facts.dtype,
@@ -110,6 +113,20 @@ def load_text(settings: Settings) -> Loaded:
         layout_print=facts.layout_print,
         model=TextModel(facts.spec.text, weights, ops=ops, exact=is_exact(settings, facts.device)),
     )
+
+
+def fitted_weights(weights: TextWeights, ops: Ops, *, moves: bool = False) -> TextWeights:
+    """The weights with each layer's experts as their body takes them, a layer at a time."""
+    layers = list(weights.layers)
+    weights = dataclasses.replace(weights, layers=())  # or the old experts would be kept alive
+    for at, layer in enumerate(layers):
+        if isinstance(layer.ffn, MoeWeights):
+            experts = fitted_experts(ops, layer.ffn.experts, moves=moves)
+            layers[at] = dataclasses.replace(
+                layer, ffn=dataclasses.replace(layer.ffn, experts=experts)
+            )
+            del layer
+    return dataclasses.replace(weights, layers=tuple(layers))
 
 
 def is_exact(settings: Settings, device: torch.device) -> bool:

@@ -19,19 +19,19 @@ from common.config.geometry import ITEM_BYTES
 from common.config.ranks import RankMemory, rank_memory
 from common.config.settings import Settings
 from common.errors import ConfigError
-from common.ops.select import check_experts, choose, takes_packed
+from common.ops.select import choose, takes_packed
 from common.ops.table import Ops
 from common.parallel.collectives import open_axes
 from common.parallel.mesh import Mesh, narrowed
 from common.parallel.team import join
 from common.runtime.group import joining
 from common.runtime.grouped import GroupModel
-from common.runtime.loaded import Facts, Loaded, is_exact, load_facts
+from common.runtime.loaded import Facts, Loaded, fitted_weights, is_exact, load_facts
 from common.runtime.memory import Mirror, TextMemory
 from common.runtime.orders import Join, Order, layout_of
 from common.weights import load_text as load_weights
 from common.weights.shares import shard_of
-from common.weights.tree import MoeWeights, TextWeights
+from common.weights.tree import TextWeights
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -189,15 +189,18 @@ def read_part(plan: Plan, rank: int) -> Part:
     """Read one rank's weights."""
     facts = load_facts(plan.settings)
     ops = chosen(facts, plan)
-    weights = load_weights(
-        facts.directory,
-        facts.spec,
-        dtype=facts.dtype,
-        device=facts.device,
-        packed=takes_packed(ops),
-        shard=shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare),
+    weights = fitted_weights(
+        load_weights(
+            facts.directory,
+            facts.spec,
+            dtype=facts.dtype,
+            device=facts.device,
+            packed=takes_packed(ops),
+            shard=shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare),
+        ),
+        ops,
+        moves=plan.moves,
     )
-    check_experts(ops, (w.ffn.experts for w in weights.layers if isinstance(w.ffn, MoeWeights)))
     return Part(facts=facts, plan=plan, rank=rank, ops=ops, weights=weights)
 
 

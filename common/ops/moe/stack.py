@@ -19,6 +19,8 @@ class ExpertStack:
     w2: Tensor  # [E, Z, F]; packed: uint8 [E, Z, F / 2]
     w13_scale: Tensor | None = None  # uint8 [E, 2F, Z / 32]
     w2_scale: Tensor | None = None  # uint8 [E, Z, F / 32]
+    w13_base: Tensor | None = None  # uint8 [E, 2F], see `triton_split.based`
+    w2_base: Tensor | None = None  # uint8 [E, Z]
 
     @property
     def num_experts(self) -> int:

@@ -7,9 +7,7 @@ waste little of that unit; the other operand is put into the order in which weig
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -19,6 +17,8 @@ from torch import Tensor
 from common.errors import BackendUnsupported
 from common.ops.act import Activation
 from common.ops.act.triton import situ
+from common.ops.moe import triton_split
+from common.ops.moe.grouping import Tiling, fitted, group
 from common.ops.moe.stack import ExpertStack
 from common.ops.moe.triton_group import MOST, group_few
 from common.ops.quant.triton import GROUP, KINDS, LARGEST_SCALE, weights_tile
@@ -99,17 +99,6 @@ def combine_kernel(
     tl.store(out_ptr + row * Z + at, total.to(out_ptr.dtype.element_ty), mask=at < Z)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiling:
-    """Sizes of one grouped product's tiles."""
-
-    rows: int  # BM
-    width: int  # BN
-    depth: int  # BK
-    stages: int
-    warps: int
-
-
 def tilings(rows_per_expert: float) -> tuple[Tiling, Tiling]:
     """Tiles of the gate-up and of the down product, by the expected rows of an expert."""
     rows = 16
@@ -125,45 +114,6 @@ def tilings(rows_per_expert: float) -> tuple[Tiling, Tiling]:
         return tiling, tiling
     tiling = Tiling(rows=128, width=256, depth=128, stages=3, warps=8)
     return tiling, tiling
-
-
-def fitted(tiling: Tiling, rows: int, depth: int) -> Tiling:
-    """The tiling, narrowed where it does not divide a product of `rows` x `depth` weights.
-
-    Raises:
-        BackendUnsupported: a side is not a multiple of 128.
-    """
-    if rows % 128 or depth % 128:
-        raise BackendUnsupported(
-            f"the Triton experts multiply by weights of {rows} x {depth}; both must be multiples "
-            "of 128: shard by another number of ranks, or use the reference"
-        )
-    width = tiling.width if rows % tiling.width == 0 else min(tiling.width, 128)
-    step = tiling.depth if depth % tiling.depth == 0 else 128
-    return dataclasses.replace(tiling, width=width, depth=step)
-
-
-def group(ids: Tensor, num_experts: int, height: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort choices by expert and cut them into blocks of rows, without waiting for the device.
-
-    Args:
-        ids: int64 [N, k]. height: rows of a block.
-
-    Returns:
-        source int64 [N * k], the choice at each sorted place; expert of each block (num_experts for
-        those not needed), the sorted place where it begins, and where each expert begins [E + 1].
-    """
-    flat = ids.flatten()
-    ordered, source = flat.sort(stable=True)
-    offsets = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=ids.device))
-    blocks = (offsets.diff() + height - 1) // height
-    ends = blocks.cumsum(0)
-    most = min(flat.numel(), num_experts) + flat.numel() // height
-    number = torch.arange(most, device=ids.device)
-    expert = torch.searchsorted(ends, number, right=True)
-    known = expert.clamp(max=num_experts - 1)
-    begin = offsets[known] + (number - (ends - blocks)[known]) * height
-    return source, expert, begin, offsets
 
 
 def arrange(x: Tensor) -> Tensor:
@@ -196,7 +146,10 @@ def experts(
         return out
     if tile is not None:
         tiles = tiles or tilings(1 if tile <= STEP_TILE else FIXED_LOAD)
-    chosen = products(x, ids, stack, activation, tiles=tiles)()
+    if tiles is None and triton_split.serves(x, ids, stack):
+        chosen = triton_split.products(x, ids, stack, activation)()
+    else:
+        chosen = products(x, ids, stack, activation, tiles=tiles)()
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(x.shape[0], triton.cdiv(width, block))](
         chosen, weights, out, TOP=ids.shape[1], Z=width, BLOCK=block
