@@ -222,11 +222,13 @@ def _fla_chunks(
 
 
 def experts(report: Report) -> None:
-    """Row 3: experts as the room fits them, and the same products on each unit alone."""
+    """Rows 3 and 4: experts as the room fits them, and the same products on each unit alone."""
     from common.ops.moe import triton as fast
     from common.ops.moe import triton_split
+    from common.ops.moe.deepgemm import DeepGemm, Fp8Experts, to_fp8, unavailable
 
     width, inner = 3584, 3072
+    why = unavailable(torch.device("cuda"))
     for count, loads in ((56, (1, 4, 16, 64, 512)), (896, (1, 4, 8, 16, 32, 64, 128))):
         stack = triton_split.based(
             moe.ExpertStack(
@@ -236,6 +238,7 @@ def experts(report: Report) -> None:
             )
         )  # fmt: skip
         assert stack is not None
+        narrow = to_fp8(stack) if count == 56 and why is None else None
         for load in loads:
             rows = max(1, load * count // 16)
             ids = torch.arange(rows, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
@@ -254,6 +257,11 @@ def experts(report: Report) -> None:
             if load <= 16:
                 products = triton_split.products(x, ids, stack, SITU)
                 report("experts", case, "FP8 unit, two products", [products], **need)
+            for who, is_masked in (("masked", True), ("contiguous", False)):
+                if narrow is not None:
+                    body = Fp8Experts(DeepGemm())
+                    call = [lambda: body(x, ids, weights, narrow, SITU, None, is_masked=is_masked)]
+                    report("experts", case, f"FP8 weights, DeepGEMM {who}", call, **need)
             if count == 56 and load == 16:
                 call = [lambda: moe.experts(x, ids, weights, stack, SITU, None)]
                 report("experts", case, "definition", call, graph=False, **need)

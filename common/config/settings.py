@@ -29,15 +29,15 @@ class ModelSettings:
     name: str = "nano-k3"  # the id clients send as `model`
     dtype: str = "float32"  # of weights, latents and activations: float32 or bfloat16
     device: str = "cpu"
-    ops: str = "auto"  # bodies of the ops: auto, reference (torch) or triton (refuses to mix)
+    ops: str = "auto"  # bodies of the ops: auto, reference (torch), triton (refuses to mix) or fp8
     exact: bool = False  # on a GPU: fixed tiles, so that no neighbour changes a bit; CPUs have them
     context: int = 0  # most tokens of prompt and answer; 0: what the checkpoint allows
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):
             raise ConfigError(f"model.dtype is {self.dtype!r}; use float32 or bfloat16")
-        if self.ops not in ("auto", "reference", "triton"):
-            raise ConfigError(f"model.ops is {self.ops!r}; use auto, reference or triton")
+        if self.ops not in ("auto", "reference", "triton", "fp8"):
+            raise ConfigError(f"model.ops is {self.ops!r}; use auto, reference, triton or fp8")
         if not self.name or any(c.isspace() for c in self.name):
             raise ConfigError(f"model.name is {self.name!r}; give an id without spaces")
 

@@ -2,8 +2,8 @@
 
 `reference` is torch everywhere. `triton` is our own kernels wherever they exist and raises where
 one cannot take the model's shapes. `auto` takes the fastest body known for each op and says in the
-table why an op has another; on a CPU it is `reference`. Nothing is tried, and nothing is decided
-later.
+table why an op has another; on a CPU it is `reference`. `fp8` is `auto` with experts rounded to FP8
+for DeepGEMM: other numbers than the checkpoint's. Nothing is tried, and nothing is decided later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from common.errors import BackendUnsupported, ConfigError
 from common.ops.moe.stack import ExpertStack
 from common.ops.table import REFERENCE, Ops
 
-SETTINGS = ("auto", "reference", "triton")
+SETTINGS = ("auto", "reference", "triton", "fp8")
 HOPPER = (9, 0)
 UNTILED = ("residual_read",)  # refused only where the model has none
 
@@ -84,7 +84,13 @@ def choose(
         )
     bodies = {op: body for op, body in _triton().items() if op not in refused}
     table = {op: Choice(op=op, backend="triton") for op in bodies}
-    if wanted == "auto" and not exact:
+    if wanted == "fp8":
+        from common.ops.moe.deepgemm import ready
+
+        sides = (spec.moe.latent or spec.hidden, spec.moe.width)
+        bodies["experts"] = ready(sides, device, exact=exact)
+        table["experts"] = Choice(op="experts", backend="deepgemm", why="rounded to FP8, as asked")
+    if wanted in ("auto", "fp8") and not exact:
         table |= _flashinfer(bodies, spec, dtype, device)
     lines = tuple(
         table.get(name, Choice(op=name, backend="reference", why=refused.get(name, _why(name))))
@@ -147,9 +153,15 @@ def fitted_experts(ops: Ops, stack: ExpertStack, *, moves: bool = False) -> Expe
     """
     if not takes_packed(ops):
         return stack
+    from common.ops.moe.deepgemm import Fp8Experts, to_fp8
     from common.ops.moe.triton import unsupported
     from common.ops.moe.triton_split import based
 
+    if isinstance(ops.experts, Fp8Experts):
+        if moves:
+            told = "experts that change ranks cannot be FP8; set model.ops to 'auto'"
+            raise BackendUnsupported(told)
+        return to_fp8(stack)
     if why := unsupported(stack):
         raise BackendUnsupported(
             f"the experts cannot be served by Triton: {why}; set model.ops to 'reference'"

@@ -51,6 +51,15 @@ def test_triton_on_a_cpu_is_refused_with_the_remedy(spec: ModelSpec) -> None:
         choose(spec, "triton", "cpu")
 
 
+def test_fp8_without_its_library_or_device_is_refused_with_the_remedy(
+    spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setattr(select, "_unusable", lambda device: None)
+    with pytest.raises(BackendUnsupported, match=r"the device is cpu; set it to 'auto'"):
+        choose(spec, "fp8", "cpu")
+
+
 def test_a_towers_bodies_follow_the_same_setting(spec: ModelSpec) -> None:
     assert spec.vision is not None
     cpu, kind = torch.device("cpu"), torch.float32
