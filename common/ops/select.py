@@ -1,9 +1,8 @@
 """Choose a body for every op, once, at start: from the setting, the device and the model's shapes.
 
 `reference` is torch everywhere. `triton` is our own kernels wherever they exist and raises where
-one cannot take the model's shapes. `auto` takes the fastest body known for each op and says in the
-table why an op has another; on a CPU it is `reference`. `fp8` is `auto` with experts rounded to FP8
-for DeepGEMM: other numbers than the checkpoint's. Nothing is tried, and nothing is decided later.
+one cannot take the model's shapes. `auto` is the fastest known of each op, the table says why; on a
+CPU `reference`. `fp8` is `auto` with experts rounded to FP8. Nothing is tried or decided later.
 """
 
 from __future__ import annotations
@@ -233,7 +232,7 @@ def _other_refusals(spec: TextSpec, quantization: str | None) -> dict[str, str]:
 _OPS = (
     "linear", "widened", "write_steps", "rms_norm", "gated_rms_norm", "activate", "residual_read",
     "conv_chunks", "kda_chunks", "kda_mix", "mla_steps", "mla_chunks", "route", "experts",
-)  # fmt: skip
+    "write_chunks")  # fmt: skip
 
 
 _VISION = ("vit_rotate", "vit_attend")
@@ -258,6 +257,7 @@ def _triton() -> dict[str, Callable[..., Any]]:
         rows.linear, rows.widened, paging.write_steps, norm.rms_norm, norm.gated_rms_norm,
         act.activate, attnres.read, conv.conv_chunks, triton_chunk.chunks, kda.mix,
         mla.attend_steps, mla_chunk.attend_chunks, triton_route.route, moe.experts,
+        paging.write_chunks,
     )  # fmt: skip
     return dict(zip(_OPS, bodies, strict=True))
 

@@ -3,10 +3,12 @@
 # ruff: noqa: I001 - the support module settles how kernels run, so it comes before them.
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from tests.support.triton_ops import DEVICE, GPU, off_by, randn, step_plan
+from tests.support.triton_ops import DEVICE, GPU, chunk_plan, off_by, randn, step_plan
 
 from common.ops import mla, paging, rows
 from common.ops.mla import triton as fast_mla
@@ -56,7 +58,7 @@ def test_inputs_are_widened_on_the_way_to_fp32_weights(tile: int | None) -> None
 def test_the_number_of_parts_follows_from_the_weights_alone() -> None:
     assert fast_rows.parts_of(163840, 7168, 1) == 1
     assert fast_rows.parts_of(3584, 7168, 1) == 4
-    assert fast_rows.parts_of(896, 7168, 1) == 8
+    assert fast_rows.parts_of(896, 7168, 1) == 16
     assert fast_rows.parts_of(512, 128, 96) == 1
 
 
@@ -155,3 +157,33 @@ def test_products_of_the_release_in_fixed_tiles(shape: tuple[int, int], dtype) -
     for some in ([0], [63], [5, 17, 40], list(range(63, -1, -1))):
         assert torch.equal(fast_rows.linear(x[some], weight, 8), whole[some])
     assert off_by(fast_rows.linear(x, weight, 64), wanted) < (4e-3 if dtype == BF16 else 3e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1, 64, 256, 2000])
+def test_the_routers_logits_are_fp32s(count: int) -> None:
+    x, weight = randn(count, 7168, dtype=BF16), randn(896, 7168) * 0.02
+    wanted = x.double() @ weight.double().t()
+    library = off_by(torch.nn.functional.linear(x.float(), weight), wanted)
+    assert off_by(fast_rows.widened(x, weight, None), wanted) < max(2 * library, 2e-6)
+    assert off_by(fast_rows.widened(x, weight, 8), wanted) < max(2 * library, 2e-6)
+
+
+@pytest.mark.parametrize("module", [paging, fast_paging], ids=["definition", "triton"])
+def test_chunks_are_written_to_the_pages_of_their_shares(module) -> None:
+    pages = randn(9, 2, 64, 20)
+    before = pages.clone()
+    plan = dataclasses.replace(
+        chunk_plan([70, 3, 128], [0, 1, 2]),
+        starts=torch.tensor([64, 0, 128], device=DEVICE),
+        tables=torch.tensor([[8, 2, 0, -1], [4, -1, -1, -1], [8, 8, 3, 6]], device=DEVICE),
+    )
+    latent = randn(5, 64, 20)
+    module.write_chunks(latent, pages, 1, plan)
+    assert torch.equal(pages[2, 1], latent[0])
+    assert torch.equal(pages[0, 1, :6], latent[1, :6])
+    assert torch.equal(pages[4, 1, :3], latent[2, :3])
+    assert torch.equal(pages[[3, 6], 1], latent[3:])
+    for page, count in ((2, 64), (0, 6), (4, 3), (3, 64), (6, 64)):
+        pages[page, 1, :count] = before[page, 1, :count]
+    assert torch.equal(pages, before)

@@ -62,7 +62,7 @@ def test_an_offer_and_its_seal_wait_for_the_producers_last_kernel() -> None:
     torch.cuda._sleep(LATE)
     memory.states.state[slot].copy_(values)  # the last kernels, behind the delay
     memory.latents.pages[:3].normal_()
-    logits[5] = 1.0
+    logits[5:6].fill_(1.0)
     last = torch.cuda.Event()
     last.record()
     assert not last.query()

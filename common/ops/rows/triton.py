@@ -16,7 +16,8 @@ from torch.nn import functional
 FEW = 256  # rows up to which fp32 weights are multiplied here faster than by the library
 WIDE = 64  # rows from which on a pass is a prompt's: larger tiles, no parts
 ENOUGH = 200  # programs that keep a device busy
-MOST_PARTS = 8
+MOST_PARTS = 16
+LEAST_DEPTH = 512  # inputs of a part that pay for adding it up
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def heads(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
 def parts_of(outputs: int, inputs: int, batches: int) -> int:
     """Programs that share the inputs of one output, by the weights' shape alone."""
     parts, tiles = 1, triton.cdiv(outputs, 64) * batches
-    while parts < MOST_PARTS and tiles * parts < ENOUGH and inputs >= 1024 * parts:
+    while parts < MOST_PARTS and tiles * parts < ENOUGH and inputs >= LEAST_DEPTH * parts:
         parts *= 2
     return parts
 
@@ -109,7 +110,7 @@ def _multiply(
     half = weight.dtype == torch.bfloat16
     wide = tile >= WIDE
     across = across or (128 if wide and half else 64)
-    depth = depth or (32 if not half else 64 if wide else 128)
+    depth = depth or (64 if wide or not half else 128)
     parts = parts or (1 if wide else parts_of(outputs, inputs, batches))
     target = out
     if parts > 1:
