@@ -39,11 +39,14 @@ def mix(x: Tensor, w: KdaWeights, spec: KdaSpec, layer: int, run: Run) -> Tensor
             eps=NORM_EPS,
         )
         rows = (x[: run.real] for x in (triple, logits, strength, opening))
-        mixed = run.ops.kda_mix(
-            *rows, parts, run.memory.state, run.memory.conv, layer, run.plan,
-            fixed=run.tile is not None,
+        mixed = run.padded(
+            run.ops.kda_mix(
+                *rows, parts, run.memory.state, run.memory.conv, layer, run.plan,
+                fixed=run.tile is not None,
+            )
         )  # fmt: skip
-        return run.reduce(run.linear(run.padded(mixed).flatten(1), w.out))
+        run.watch(mixed)
+        return run.reduce(run.linear(mixed.flatten(1), w.out))
     decay = run.ops.kda_gate(logits, w.rate, w.dt_bias, spec.gate_lower_bound)
     # No vector tails: a sigmoid's last bit would depend on the number of rows.
     beta = torch.sigmoid(functional.pad(strength.float(), (0, -heads % LANES)))[:, :heads]

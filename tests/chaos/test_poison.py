@@ -85,13 +85,27 @@ async def test_a_nan_in_a_running_requests_page_ends_that_request_alone(relay):
     await check(relay, whole)
 
 
-@pytest.mark.parametrize("value", [NAN, float("inf")])
+def in_one(ops):
+    """A step's linear attention as one op, made of the definitions."""
+
+    def mix(raw, logits, strength, opening, parts, state, conv, layer, plan, *, fixed):
+        q, k, v = ops.conv_steps(raw, parts.conv, conv, layer, plan).unbind(1)
+        decay = ops.kda_gate(logits, parts.rate, parts.bias, parts.lower_bound)
+        out = ops.kda_steps(q, k, v, decay, strength.float().sigmoid(), state, layer, plan)
+        return ops.gated_rms_norm(out, opening, parts.norm, parts.eps)
+
+    return mix
+
+
+@pytest.mark.parametrize("value, fused", [(NAN, False), (float("inf"), False), (NAN, True)])
 async def test_a_linear_attention_output_that_is_not_finite_is_found_though_no_logit_shows_it(
-    relay, monkeypatch, value
+    relay, monkeypatch, value, fused
 ):
-    _, whole = await crowd(relay)
     model, spoilt = relay.decodes[0].loaded.model, []
     plain = model.ops
+    if fused:
+        monkeypatch.setattr(model, "ops", replace(plain, kda_mix=in_one(plain)))
+    _, whole = await crowd(relay)
 
     def plant(batch, memory) -> None:
         spoilt[:] = [
@@ -109,7 +123,9 @@ async def test_a_linear_attention_output_that_is_not_finite_is_found_though_no_l
         return plain.linear(x.nan_to_num(0.0, 0.0, 0.0) if spoilt else x, *more)
 
     relay.decodes[0].engine.plant = plant
-    monkeypatch.setattr(model, "ops", replace(plain, gated_rms_norm=norm, linear=linear))
+    spoiling = replace(plain, gated_rms_norm=norm, linear=linear)
+    one = in_one(spoiling) if fused else None
+    monkeypatch.setattr(model, "ops", replace(spoiling, kda_mix=one))
     await check(relay, whole)
     monkeypatch.setattr(Run, "watch", lambda *_: None)
     _, got = await crowd(relay)
