@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ import httpx
 from common.config.loading import load_settings
 from common.config.settings import Settings
 from common.errors import ConfigError, NotFound, ServingError
+from services.before import refuse_what_cannot_start
 
 READY_S = 120.0  # patience for the first probe after a start
 GOODBYE_S = 20.0  # after the drain time: error events, processes that end, Serve's own steps
@@ -79,11 +79,7 @@ def run_server(settings: Settings) -> int:
 
     What runs may end within the drain time; a second signal ends everything at once.
     """
-    for host, port in (
-        (settings.server.host, settings.server.port),
-        (settings.server.admin_host, settings.server.admin_port),
-    ):
-        _refuse_taken(host, port)
+    refuse_what_cannot_start(settings)
     stopping, hurry = threading.Event(), threading.Event()
     _stop_on_signals(stopping, hurry)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -268,17 +264,6 @@ def _stream(client: httpx.Client, body: dict[str, object]) -> str:
                 print(piece, end="", flush=True)
     print()
     return answer
-
-
-def _refuse_taken(host: str, port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; set PORT or ADMIN_PORT"
-            ) from error
 
 
 def _wait_ready(url: str, stopping: threading.Event) -> bool:

@@ -35,6 +35,24 @@ def test_a_mistake_is_a_sentence(arguments, said, capsys, monkeypatch):
     assert out.err.startswith("baton: ")
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('path = "no/such/model"', "no/such/model/config.json does not exist"),
+        ('device = "tpu"', "model.device is 'tpu'; use cpu or cuda"),
+    ],
+)
+def test_what_cannot_start_is_told_before_anything_starts(
+    table, said, tmp_path, capsys, monkeypatch
+):
+    for variable in ("PORT", "ADMIN_PORT"):
+        monkeypatch.delenv(variable, raising=False)
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"[model]\n{table}\n[server]\nport = 0\nadmin_port = 0\n")
+    assert main(["serve", str(settings)]) == 1
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("tail", ["/v1", "/v1/", ""])
 def test_a_conversation_takes_the_address_that_other_clients_take(tail, capsys, monkeypatch):
     said = iter(["hello", ""])

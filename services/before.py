@@ -1,0 +1,46 @@
+"""What would keep `baton serve` from ever serving on this machine, told before Ray starts."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+from common.config.checkpoint import load_spec
+from common.config.settings import Settings
+from common.errors import ConfigError
+
+
+def refuse_what_cannot_start(settings: Settings) -> None:
+    """Look at the ports, the device and the checkpoint's configuration.
+
+    Raises:
+        ConfigError: one of them cannot be used; the message says which and what would do.
+    """
+    at = settings.server
+    for host, port in ((at.host, at.port), (at.admin_host, at.admin_port)):
+        _refuse_taken(host, port)
+    _refuse_device(settings.model.device)
+    load_spec(Path(settings.model.path))
+
+
+def _refuse_device(device: str) -> None:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ConfigError(f"model.device is {device!r}; use cpu or cuda")
+    if device == "cpu":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"model.device is {device!r} and torch finds no GPU here; use cpu")
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; set PORT or ADMIN_PORT"
+            ) from error
