@@ -27,6 +27,7 @@ from router.schema.replies import (
     DetokenizeReply,
     ErrorReply,
     HealthReply,
+    ModelOut,
     ModelsReply,
     TextCompletion,
     TokenizeReply,
@@ -127,6 +128,12 @@ PAGES = (
         refusals=(401, 429, 500),
     ),
     Page(
+        path="/v1/models/{model}",
+        summary="One model that is served",
+        reply=ModelOut,
+        refusals=(401, 404, 429, 500),
+    ),
+    Page(
         path="/health", summary="Whether this process answers", reply=HealthReply, refusals=(500,)
     ),
     Page(
@@ -190,6 +197,9 @@ def _path(page: Page, found: dict[str, Any]) -> dict[str, Any]:
         answers[str(status)] = {"description": REFUSALS[status], "content": refusal}
     name = page.path.strip("/").replace("v1/", "").replace("/", "_")
     told: dict[str, Any] = {"operationId": name, "summary": page.summary, "responses": answers}
+    if "{model}" in page.path:
+        text = {"type": "string", "minLength": 1}
+        told["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": text}]
     if page.body is None:
         return {"get": told}
     body = {"application/json": {"schema": found[_key(page.body)]}}

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from router.readiness import Readiness
 from router.replies import ChatAnswer, new_head
 from router.response_routes import ResponsePages
 from router.schema.replies import ModelOut, ModelsReply, Reply, Usage, encode
+from router.schema.sampling import check_model
 from router.stream import DONE, event, while_connected
 from router.talk import Talk, ignored_headers
 from router.teller import Spent
@@ -45,6 +47,7 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
             Route("/v1/messages/count_tokens", messages.count, methods=["POST"]),
             Route("/v1/responses", responses.create, methods=["POST"]),
             Route("/v1/models", pages.models),
+            Route("/v1/models/{model:path}", pages.model),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
             Route("/openapi.json", pages.openapi),
@@ -59,8 +62,18 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
         },
     )
     app.router.redirect_slashes = False
-    access = Access(desk.settings.access)
-    return Door(app, desk.settings.server, access, house.tally, house.spans)
+    server = desk.settings.server
+    door = Door(app, server, Access(desk.settings.access), house.tally, house.spans)
+    if not server.cors_origins:
+        return door
+    # Around the door: a browser asks whether it may before it shows a key.
+    return CORSMiddleware(
+        door,
+        allow_origins=server.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "request-id", "retry-after", "x-baton-ignored"),
+    )
 
 
 class _Pages:
@@ -85,14 +98,18 @@ class _Pages:
 
     async def models(self, _: Request) -> Response:
         """What is served."""
-        limits = self._desk.limits
-        rows = [
-            ModelOut(
-                id=name, object="model", created=0, owned_by="baton", max_model_len=limits.context
-            )
-            for name in sorted(limits.models)
-        ]
+        rows = [self._told(name) for name in sorted(self._desk.limits.models)]
         return _json(encode(ModelsReply(object="list", data=rows)))
+
+    async def model(self, request: Request) -> Response:
+        """One of them, by its name."""
+        name = request.path_params["model"]
+        check_model(name, self._desk.limits)
+        return _json(encode(self._told(name)))
+
+    def _told(self, name: str) -> ModelOut:
+        context = self._desk.limits.context
+        return ModelOut(id=name, object="model", created=0, owned_by="baton", max_model_len=context)
 
     async def openapi(self, _: Request) -> Response:
         """The page that describes all of this."""

@@ -57,6 +57,7 @@ class ServerSettings:
     request_timeout_s: float = 600.0
     keep_alive_s: float = 15.0  # silence after which a stream gets a comment line
     drain_s: float = 30.0
+    cors_origins: tuple[str, ...] = ()  # whose pages may ask from a browser; "*": everyone's
 
     def __post_init__(self) -> None:
         _positive("server", {"body_limit_bytes": self.body_limit_bytes, "read_s": self.read_s})
@@ -184,11 +185,6 @@ class DecodeSettings:
 
     def __post_init__(self) -> None:
         _positive("decode", {"slots": self.slots, "pages": self.pages, "max_batch": self.max_batch})
-        if min(self.spare_experts, self.rebalance_s) < 0:
-            raise ConfigError(
-                f"decode.spare_experts is {self.spare_experts} and decode.rebalance_s "
-                f"{self.rebalance_s:g}; neither may be below 0"
-            )
         wanted = self.spare_experts or self.rebalance_s or self.exchange != "all_to_all"
         if wanted and self.expert == 1:
             raise ConfigError(

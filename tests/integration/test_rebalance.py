@@ -146,7 +146,7 @@ async def test_an_expert_that_did_not_arrive_as_it_was_sent_is_not_used() -> Non
         ({"rebalance_s": 5.0}, "need experts on several shares"),
         ({"data": 2, "expert": 2, "spare_experts": 2}, "set decode.rebalance_s"),
         ({"data": 2, "exchange": "direct"}, "need experts on several shares"),
-        ({"data": 2, "expert": 2, "spare_experts": -1}, "neither may be below 0"),
+        ({"data": 2, "expert": 2, "spare_experts": -1}, "it must not be below 0"),
     ],
     ids=str,
 )

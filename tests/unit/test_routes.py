@@ -242,6 +242,34 @@ async def test_models_lists_what_is_served():
     async with site() as here:
         told = (await here.http.get("/v1/models")).json()
         assert [row["id"] for row in told["data"]] == ["nano-k3"]
+        one = await here.http.get("/v1/models/nano-k3")
+        assert one.json() == told["data"][0]
+        other = await here.http.get("/v1/models/nano/k3")
+        assert other.status_code == 404
+        assert other.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("origins", [(), ("https://a.example",)])
+async def test_pages_of_named_origins_alone_may_ask_from_a_browser(origins):
+    server = dataclasses.replace(SETTINGS.server, cors_origins=origins)
+    keys = (f"ann:{hashlib.sha256(b'k-ann').hexdigest()}",)
+    access = cs.AccessSettings(keys=keys)
+    async with site(dataclasses.replace(SETTINGS, server=server, access=access)) as here:
+        for origin in ("https://a.example", "https://b.example"):
+            asked = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization, content-type",
+            }
+            before = await here.http.options("/v1/chat/completions", headers=asked)
+            known = {"Origin": origin, "Authorization": "Bearer k-ann"}
+            reply = await here.http.get("/v1/models", headers=known)
+            refused = await here.http.get("/v1/models", headers={"Origin": origin})
+            assert (reply.status_code, refused.status_code) == (200, 401)
+            allowed = origin if origin in origins else None
+            for one in (before, reply, refused):
+                assert one.headers.get("access-control-allow-origin") == allowed
+            assert (before.status_code == 200) == (allowed is not None)
 
 
 async def test_until_a_pair_has_passed_its_probe_it_is_not_ready():
