@@ -82,11 +82,12 @@ def test_the_whole_release_is_checked_in_seconds(tmp_path) -> None:
     files = release.write_release(tmp_path)
     assert len(files) == 96
     program = (
-        "import sys, time, resource\n"
+        "import sys, time\n"
         "from services.cli import main\n"
         "began = time.process_time()\n"
         "assert main(['check', sys.argv[1], '--prefill', '8x1', '--decode', '1x16']) == 0\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "status = open('/proc/self/status').read()\n"  # ru_maxrss knows the parent's peak too
+        "peak = int(status.split('VmHWM:')[1].split()[0]) * 1024\n"
         "print(time.process_time() - began, peak)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]  # a process whose peak is its own
