@@ -19,6 +19,7 @@ from common.ops.select import choose, fitted_experts, printed, takes_packed
 from common.ops.table import Ops
 from common.weights import load_text as load_weights
 from common.weights import weight_identity
+from common.weights.shares import WHOLE, Shard
 from common.weights.tree import MoeWeights, TextWeights
 
 logger = logging.getLogger("baton.loading")
@@ -95,16 +96,7 @@ def load_text(settings: Settings) -> Loaded:
     )
     if facts.device.type != "cpu":
         logger.info("ops of the text model:\n%s", printed(table))
-    weights = fitted_weights(
-        load_weights(
-            facts.directory,
-            facts.spec,
-            dtype=facts.dtype,
-            device=facts.device,
-            packed=takes_packed(ops),
-        ),
-        ops,
-    )
+    weights = read_weights(facts, ops)
     return Loaded(
         spec=facts.spec,
         dtype=facts.dtype,
@@ -115,7 +107,25 @@ def load_text(settings: Settings) -> Loaded:
     )
 
 
-def fitted_weights(weights: TextWeights, ops: Ops, *, moves: bool = False) -> TextWeights:
+def read_weights(
+    facts: Facts, ops: Ops, *, shard: Shard = WHOLE, moves: bool = False
+) -> TextWeights:
+    """The text model's weights, or a shard's, as the bodies of its ops take them."""
+    return _fitted(
+        load_weights(
+            facts.directory,
+            facts.spec,
+            dtype=facts.dtype,
+            device=facts.device,
+            packed=takes_packed(ops),
+            shard=shard,
+        ),
+        ops,
+        moves=moves,
+    )
+
+
+def _fitted(weights: TextWeights, ops: Ops, *, moves: bool) -> TextWeights:
     """The weights with each layer's experts as their body takes them, a layer at a time."""
     layers = list(weights.layers)
     weights = dataclasses.replace(weights, layers=())  # or the old experts would be kept alive

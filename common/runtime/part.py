@@ -26,10 +26,9 @@ from common.parallel.mesh import Mesh, narrowed
 from common.parallel.team import join
 from common.runtime.group import joining
 from common.runtime.grouped import GroupModel
-from common.runtime.loaded import Facts, Loaded, fitted_weights, is_exact, load_facts
+from common.runtime.loaded import Facts, Loaded, is_exact, load_facts, read_weights
 from common.runtime.memory import Mirror, TextMemory
 from common.runtime.orders import Join, Order, layout_of
-from common.weights import load_text as load_weights
 from common.weights.shares import shard_of
 from common.weights.tree import TextWeights
 
@@ -189,18 +188,8 @@ def read_part(plan: Plan, rank: int) -> Part:
     """Read one rank's weights."""
     facts = load_facts(plan.settings)
     ops = chosen(facts, plan)
-    weights = fitted_weights(
-        load_weights(
-            facts.directory,
-            facts.spec,
-            dtype=facts.dtype,
-            device=facts.device,
-            packed=takes_packed(ops),
-            shard=shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare),
-        ),
-        ops,
-        moves=plan.moves,
-    )
+    shard = shard_of(plan.mesh, rank, facts.spec.text, spare=plan.spare)
+    weights = read_weights(facts, ops, shard=shard, moves=plan.moves)
     return Part(facts=facts, plan=plan, rank=rank, ops=ops, weights=weights)
 
 
