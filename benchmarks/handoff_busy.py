@@ -12,6 +12,8 @@ processes share it by turns, so that only the idle producer's figures say someth
 over and over) and says when each group of layers is final; the receiver READs and digests the group
 meanwhile. What is left to do once the chunk is computed, against handing everything off then. A
 prototype of the order of things: rooms hand off whole tickets.
+
+Longer than 300 lines because two processes and their work stand side by side with what is timed.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ One JSON line a case: who, microseconds (median, half the middle half's width), 
 is the larger of the bytes that must move at the copy rate and the flops at the matrix rate, both
 measured on this kind of device. Peers are optional: one that is not installed is left out by name.
 No result is checked here: the parity tests do that first.
+
+Longer than 300 lines because it is a list of cases, an op after another.
 """
 
 # ruff: noqa: B023 - every closure is called before its loop goes on.

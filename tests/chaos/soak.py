@@ -3,6 +3,8 @@
 Every answer is compared with that of one plain process. Replicas are killed, stopped and
 restarted, tickets are taken away from under their reader, clients leave or read slowly. The last
 line says what came of it: zeros must stand before "wrong", "without an ending" and "leaked".
+
+Longer than 300 lines because the driver, its faults and its verdict are read as one.
 """
 
 from __future__ import annotations

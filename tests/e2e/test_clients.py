@@ -2,6 +2,8 @@
 
 By default in front of fake rooms; the slow ones in front of `baton serve`. What the model says is
 scripted, so that every client meets reasoning, text and calls.
+
+Longer than 300 lines because each client has its own way of saying the same.
 """
 
 from __future__ import annotations

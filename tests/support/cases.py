@@ -2,6 +2,8 @@
 
 Knows the file format (`tests/data/http_cases.jsonl`, or the file named by `BATON_CASES`) and how a
 client joins a stream. What must hold is written in `tests/support/checks.py`.
+
+Longer than 300 lines because one file knows the form of the cases, from reading to replies.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ a READ can be torn, stale or late.
 A request has passes k = 0 and 1: `name = 2 * request + k`, `nonce = 2 * name + serial`; the serial
 tells two tickets of one name apart. A state is made of ints and strings only. It is sorted where
 order means nothing, and of it and its mirror image (the requests exchanged) the smaller one counts.
+
+Longer than 300 lines because the walked world, its events and its invariants are one model.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 They compute nothing: token `i` of choice `c` is `answer(prompt, c, i)`. A test can plant a reply
 (`plant`), hold a call at the door (`gate`), stop frames after some tokens (`pause_after`) or end
 the replica (`die`).
+
+Longer than 300 lines because three fake rooms share one way of remembering.
 """
 
 from __future__ import annotations

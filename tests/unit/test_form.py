@@ -1,4 +1,7 @@
-"""The form of a reply without a model: request, grammar, masks, random tokens, reader."""
+"""The form of a reply without a model: request, grammar, masks, random tokens, reader.
+
+Longer than 300 lines because it is a list of forms with what fits them and what does not.
+"""
 
 import json
 import re

@@ -1,4 +1,7 @@
-"""Anthropic's paths over HTTP, in front of rooms that only speak the contract."""
+"""Anthropic's paths over HTTP, in front of rooms that only speak the contract.
+
+Longer than 300 lines because it goes through one path, field by field.
+"""
 
 from __future__ import annotations
 

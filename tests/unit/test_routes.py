@@ -1,4 +1,7 @@
-"""The front door over real HTTP, in front of rooms that only speak the contract."""
+"""The front door over real HTTP, in front of rooms that only speak the contract.
+
+Longer than 300 lines because it goes through the front door, promise by promise.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,8 @@
+"""What a body may say, field by field.
+
+Longer than 300 lines because it goes through the fields, one by one.
+"""
+
 from __future__ import annotations
 
 import json

@@ -1,3 +1,8 @@
+"""Tools: what is offered, called, streamed and read back.
+
+Longer than 300 lines because it goes through the ways of calling, one by one.
+"""
+
 from __future__ import annotations
 
 import json
