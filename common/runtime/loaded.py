@@ -61,8 +61,7 @@ def load_facts(settings: Settings) -> Facts:
     device = torch.device(settings.model.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    elif device.index is not None:
-        torch.cuda.set_device(device)
+    use_device(device)
     return Facts(
         directory=directory,
         spec=spec,
@@ -77,6 +76,15 @@ def load_facts(settings: Settings) -> Facts:
         ),
         layout_print=print_of(wire_layout(spec.text, dtype)),
     )
+
+
+def use_device(device: torch.device) -> None:
+    """Launch what the calling thread launches on this device; a new thread begins with the first.
+
+    A kernel launched on another device than its memory's reads what it may not.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def load_text(settings: Settings) -> Loaded:

@@ -42,10 +42,13 @@ class EngineLoop:
         self._over: ServingError | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._on_failure: list[Callable[[BaseException], None]] = []
+        self._first: Callable[[], None] = lambda: None
         self.failure: BaseException | None = None
 
-    def start(self) -> None:
-        """Begin."""
+    def start(self, first: Callable[[], None] | None = None) -> None:
+        """Begin, with `first` in the loop's thread."""
+        if first is not None:
+            self._first = first
         self._thread.start()
 
     def stop(self) -> None:
@@ -85,6 +88,7 @@ class EngineLoop:
     def _run(self) -> None:
         busy = True
         try:
+            self._first()
             while True:
                 while True:
                     try:

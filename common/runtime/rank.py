@@ -31,6 +31,7 @@ from common.runtime.graphs import group_reserve
 from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
 from common.runtime.landing import Landing
+from common.runtime.loaded import use_device
 from common.runtime.memory import TextMemory
 from common.runtime.moving import Moving
 from common.runtime.orders import (
@@ -78,7 +79,8 @@ class Rank:
         """Take a model that has met its group; `moving` where experts change ranks."""
         self._model, self._memory, self._moving = model, memory, moving
         self._receiver, self._channel = receiver, channel
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="transfer")
+        device = partial(use_device, memory.latents.pages.device)
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="transfer", initializer=device)
         self._abandoned: set[int] = set()
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 

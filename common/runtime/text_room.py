@@ -20,7 +20,7 @@ from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.runtime.identity import Identity
 from common.runtime.leading import Leading, Starter
-from common.runtime.loaded import load_text
+from common.runtime.loaded import load_text, use_device
 from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan
@@ -70,7 +70,10 @@ class TextRoom:
             layout_print=loaded.layout_print,
         )
         transfer = settings.transfer
-        self.threads = ThreadPoolExecutor(transfer.threads, thread_name_prefix="transfer")
+        self._use_device = partial(use_device, loaded.device)
+        self.threads = ThreadPoolExecutor(
+            transfer.threads, thread_name_prefix="transfer", initializer=self._use_device
+        )
         self.link = NixlLink(f"{room.id}-{room.epoch}", transports=transfer.transports)
         self.memory = (
             TextMemory(
@@ -102,7 +105,7 @@ class TextRoom:
         self._loop = asyncio.get_running_loop()
         self.room.every_sweep(self._sweep_receiver)
         engine.on_failure(self.room.hang_up)
-        engine.start()
+        engine.start(self._use_device)
         if self.leading is not None:
             self.leading.on_lost = partial(_end, engine, self.room)
         ranks: tuple[Agent, ...] = () if self.leading is None else self.leading.agents

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
@@ -32,7 +33,7 @@ from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
 from common.ops.select import choose_vision
 from common.runtime.identity import Identity
-from common.runtime.loaded import Facts, load_facts
+from common.runtime.loaded import Facts, load_facts, use_device
 from common.runtime.room import Room, describe
 from common.transfer.nixl import NixlLink
 from common.transfer.owner import Owner
@@ -95,7 +96,7 @@ class EncoderRoom:
         self.engine = EncoderEngine(
             tower, EmbedCache(arena), self.owner, settings.encoder, self.tally
         )
-        self._arena = arena
+        self._arena, self._use_device = arena, partial(use_device, facts.device)
         self._in_hand: dict[str, bool] = {}  # jobs whose images are decoded, and whether wanted
 
     async def open(self, host: str) -> Endpoint:
@@ -110,7 +111,7 @@ class EncoderRoom:
         room.on_lost = self.engine.caller_lost
         room.every_sweep(self.engine.sweep)
         self.engine.loop.on_failure(room.hang_up)
-        self.engine.loop.start()
+        self.engine.loop.start(self._use_device)
         return await room.open(
             host, lambda at, port: describe(room, self.identity, at, port, self._link, self._pools)
         )

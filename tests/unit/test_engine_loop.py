@@ -64,3 +64,13 @@ def test_a_loop_told_to_stop_ends_what_waits_for_it():
     loop.stop()
     with pytest.raises(RoomLost):
         loop.ask(lambda: "never").result(0)
+
+
+def test_what_a_loop_is_started_with_runs_in_its_thread_before_anything_posted():
+    loop = EngineLoop("test", lambda: False)
+    seen: list[str] = []
+    loop.post(lambda: seen.append("posted"))
+    loop.start(lambda: seen.append(threading.current_thread().name))
+    loop.ask(lambda: None).result(5)
+    loop.stop()
+    assert seen == ["test", "posted"]
