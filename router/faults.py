@@ -20,6 +20,7 @@ TYPES = {
     405: "invalid_request_error",
     408: "timeout",
     413: "invalid_request_error",
+    414: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
     431: "invalid_request_error",
@@ -38,7 +39,7 @@ INSIDE = {
 }
 UNEXPECTED = "something unexpected happened; the log has it under the request's id"
 
-HALF_READ = (408, 413, 431)  # the rest of such a request is of no use to anybody
+HALF_READ = (408, 413, 414, 431)  # the rest of such a request is of no use to anybody
 RETRY_AFTER_S = {429: 1, 503: 2}
 
 

@@ -58,11 +58,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self._clock = self.loop.call_later(self._read_s, self._late)
         super().data_received(data)
         if self._is_in_head and self._head > self._header_bytes:
-            self._refuse(
-                431,
-                f"the headers have more than {self._header_bytes} bytes, the limit here",
-                "headers_too_large",
-            )
+            self._refuse_long()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header; what a chunked body brings after it is none of ours."""
@@ -70,7 +66,13 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """The head is whole.
+
+        Raises:
+            ValueError: its address is over the limit; the parser then calls `send_400_response`.
+        """
+        if len(self.url) > self._header_bytes:
+            raise ValueError("the address is too long")
         self._is_in_head, self._head = False, 0
         self._stop_clock()
         super().on_headers_complete()
@@ -88,7 +90,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What arrived is no HTTP."""
+        """What arrived is no HTTP, or too long to be read."""
+        if len(getattr(self, "url", b"")) > self._header_bytes:
+            self._refuse_long()
+            return
         self._refuse(400, "this is no HTTP request that can be read", "invalid_http")
 
     def _late(self) -> None:
@@ -96,6 +101,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._refuse(
             408, f"the headers did not arrive within {self._read_s:g} s", "request_timeout"
         )
+
+    def _refuse_long(self) -> None:
+        """A head is over its limit: say which part of it has most of that."""
+        limit = f"more than {self._header_bytes} bytes, the limit here"
+        if 2 * len(getattr(self, "url", b"")) > self._header_bytes:
+            self._refuse(414, f"the address has {limit}", "uri_too_long")
+        else:
+            self._refuse(431, f"the headers have {limit}", "headers_too_large")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         self._is_refused = True

@@ -72,12 +72,22 @@ def head(*lines: str, path: str = CHAT, length: int | None = None) -> bytes:
 async def test_a_head_is_read_no_further_than_its_limit():
     line = b"a: " + b"b" * 497 + b"\r\n"
     async with wires() as (_, dial):
-        for begin, more in ((head()[:-2], line), (b"POST /", b"a" * 500)):
+        for begin, more, status in ((head()[:-2], line, 431), (b"POST /", b"a" * 500, 414)):
             wire = await dial()
             await wire.send(begin, *[more] * 40)
             told = await wire.refused()
-            assert told["status"] == 431
+            assert told["status"] == status
             assert "2000 bytes" in told["error"]["message"]
+
+
+@pytest.mark.parametrize("length", [2001, 5000, 66_000, 200_000])
+async def test_a_long_address_that_comes_at_once_is_refused_as_one(length):
+    async with wires() as (_, dial):
+        wire = await dial()
+        await wire.send(head(path="/v1/" + "a" * (length - 4), length=2) + b"{}")
+        told = await wire.refused()
+        assert (told["status"], told["error"]["code"]) == (414, "uri_too_long")
+        assert "2000 bytes" in told["error"]["message"]
 
 
 async def test_a_long_head_that_comes_at_once_is_refused_as_well():
