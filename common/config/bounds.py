@@ -1,9 +1,13 @@
-"""What every number of the settings keeps to by itself: finite, not below 0, and above 0 where 0
-would mean a house that never serves. What depends on other keys stands with its table."""
+"""What every number and host of the settings keeps to by itself: finite, not below 0, above 0 where
+0 would mean a house that never serves; a name or an address. What depends on other keys stands with
+its table."""
 
 from __future__ import annotations
 
+import ipaddress
 import math
+import re
+from collections.abc import Sequence
 
 from common.errors import ConfigError
 
@@ -22,6 +26,7 @@ ABOVE_ZERO = {
 }
 SHARES = {("router", "canary_share"), ("trace", "share")}
 MOST = 2**63 - 1
+NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?\.?", re.IGNORECASE)  # as DNS has them
 
 
 def check_number(table: str, key: str, value: float, source: str) -> None:
@@ -48,3 +53,37 @@ def check_ports(host: str, port: int, admin_host: str, admin_port: int, source: 
             f"{source}: [server] port and admin_port are both {port} on {host}; "
             "give each its own, there or as PORT and ADMIN_PORT"
         )
+
+
+def check_host(key: str, host: str, source: str) -> None:
+    """Refuse what nothing can listen at.
+
+    Raises:
+        ConfigError: names file, key, value, and what would do.
+    """
+    if not _is_host(host):
+        raise ConfigError(
+            f"{source}: [server] {key} is {host!r}, which is neither a name nor an address; give "
+            "one, like 127.0.0.1, or 0.0.0.0 for all of the machine's"
+        )
+
+
+def check_allowed(hosts: Sequence[str], source: str) -> None:
+    """Refuse a host of images that no image's address could have; errors as of `check_host`."""
+    for entry in hosts:
+        host, colon, port = entry.rpartition(":")
+        named = _is_host(host) and port.isascii() and port.isdecimal() if colon else False
+        if entry != entry.lower() or not (named or _is_host(entry)):
+            raise ConfigError(
+                f"{source}: [images] allowed_hosts holds {entry!r}; give a host, or host:port, "
+                "without scheme and path and in lower case, like pictures.example.org:8080"
+            )
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        dotted = text.replace(".", "").isdecimal()  # an address with a mistake, and no name
+        return NAME.fullmatch(text) is not None and not dotted
+    return True

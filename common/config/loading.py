@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from common.config.bounds import check_number, check_ports
+from common.config.bounds import check_allowed, check_host, check_number, check_ports
 from common.config.settings import Settings
 from common.errors import ConfigError
 
@@ -59,6 +59,14 @@ def parse_settings(raw: Mapping[str, Any], *, source: str) -> Settings:
     settings = Settings(**values)
     at = settings.server
     check_ports(at.host, at.port, at.admin_host, at.admin_port, source)
+    for key, host in (
+        ("host", at.host),
+        ("admin_host", at.admin_host),
+        ("room_host", at.room_host),
+    ):
+        if host or key != "room_host":  # which may be left to the node
+            check_host(key, host, source)
+    check_allowed(settings.images.allowed_hosts, source)
     return settings
 
 

@@ -40,12 +40,37 @@ def test_the_shipped_file_loads_and_the_environment_wins():
         ({"server": {"request_timeout_s": float("inf")}}, "is inf; give a finite number"),
         ({"decode": {"slots": 10**20}}, "give a finite number, at most"),
         ({"server": {"port": 81, "admin_port": 81}}, "both 81 on 127.0.0.1; give each its own"),
+        ({"server": {"host": "not a host"}}, r"x.toml: \[server\] host is 'not a host', which is"),
+        ({"server": {"host": "http://0.0.0.0"}}, "neither a name nor an address"),
+        ({"server": {"host": ""}}, "host is '', which is neither"),
+        ({"server": {"host": "127.0.0.256"}}, "neither a name nor an address"),
+        (
+            {"server": {"admin_host": "a b"}, "access": {"admin": "0" * 64}},
+            r"\[server\] admin_host is 'a b'",
+        ),
+        ({"server": {"room_host": "node/1"}}, r"\[server\] room_host is 'node/1'"),
+        (
+            {"images": {"allowed_hosts": ["a", "http://b/"]}},
+            "allowed_hosts holds 'http://b/'; give",
+        ),
+        ({"images": {"allowed_hosts": ["b.org/x"]}}, "without scheme and path"),
+        ({"images": {"allowed_hosts": ["b:http"]}}, "allowed_hosts holds 'b:http'"),
+        ({"images": {"allowed_hosts": ["B.org"]}}, "in lower case"),
         ({"testing": {"scripted": True}, "server": {"host": "0.0.0.0"}}, "bind loopback"),
     ],
 )
 def test_a_wrong_setting_is_named(raw, message):
     with pytest.raises(ConfigError, match=message):
         parse_settings(raw, source="x.toml")
+
+
+@pytest.mark.parametrize("host", ["::", "::1", "0.0.0.0", "localhost", "node-1.example.org.", "a"])
+def test_names_and_addresses_are_hosts(host):
+    admin = {"access": {"admin": "0" * 64}}
+    settings = parse_settings({"server": {"host": host, "room_host": host}} | admin, source="x")
+    assert settings.server.host == host
+    allowed = [host, f"{host}:8080"]
+    parse_settings({"images": {"allowed_hosts": allowed}}, source="x")
 
 
 def test_a_wrong_port_in_the_environment_is_named():
