@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from common.config.bounds import told_of_context
 from common.config.image_grid import load_image_rules
 from common.config.settings import Settings
 from common.config.spec import ModelSpec
@@ -39,6 +41,7 @@ from router.schema import (
     parse_completion,
 )
 
+_log = logging.getLogger("baton.router")
 T = TypeVar("T")
 LARGE_BODY = 64 << 10  # bytes; a larger one is read in a thread, so that streams go on meanwhile
 
@@ -67,6 +70,8 @@ class Desk:
         """
         directory = Path(settings.model.path)
         self.settings = settings
+        if said := told_of_context(settings.model.context, spec.text.max_position):
+            _log.warning(said)
         self.tokenizer = load_tokenizer(directory)
         self.grammars = Grammars(directory, settings.grammar)
         self._rules = load_image_rules(directory) if spec.vision is not None else None

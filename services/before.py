@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 from pathlib import Path
 
+from common.config.bounds import told_of_context
 from common.config.checkpoint import load_spec
 from common.config.settings import Settings
 from common.errors import ConfigError
 
 
 def refuse_what_cannot_start(settings: Settings) -> None:
-    """Look at the ports, the device and the checkpoint's configuration.
+    """Look at the ports, the device and the checkpoint's configuration; warn of a long context.
 
     Raises:
         ConfigError: one of them cannot be used; the message says which and what would do.
@@ -21,7 +23,9 @@ def refuse_what_cannot_start(settings: Settings) -> None:
     for host, port in ((at.host, at.port), (at.admin_host, at.admin_port)):
         _refuse_taken(host, port)
     _refuse_device(settings.model.device)
-    load_spec(Path(settings.model.path))
+    text = load_spec(Path(settings.model.path)).text
+    if said := told_of_context(settings.model.context, text.max_position):
+        sys.stderr.write(f"baton: {said}\n")
 
 
 def _refuse_device(device: str) -> None:

@@ -68,6 +68,16 @@ def check_host(key: str, host: str, source: str) -> None:
         )
 
 
+def told_of_context(context: int, trained: int) -> str:
+    """A sentence where more tokens are served than a checkpoint was made for, else nothing."""
+    if context <= trained:
+        return ""
+    return (
+        f"model.context is {context}, and the checkpoint says that it was made for {trained} "
+        "tokens: answers beyond those may be poor; set it to 0 for the checkpoint's own limit"
+    )
+
+
 def check_allowed(hosts: Sequence[str], source: str) -> None:
     """Refuse a host of images that no image's address could have; errors as of `check_host`."""
     for entry in hosts:

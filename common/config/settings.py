@@ -31,7 +31,7 @@ class ModelSettings:
     device: str = "cpu"
     ops: str = "auto"  # bodies of the ops: auto, reference (torch), triton (refuses to mix) or fp8
     exact: bool = False  # on a GPU: fixed tiles, so that no neighbour changes a bit; CPUs have them
-    context: int = 0  # most tokens of prompt and answer; 0: what the checkpoint allows
+    context: int = 0  # most tokens of prompt and answer; 0: what the checkpoint says
 
     def __post_init__(self) -> None:
         if self.dtype not in ("float32", "bfloat16"):

@@ -165,29 +165,29 @@ class GraphedModel:
                 self._owned[row] = owned[row]
 
 
-def graph_bytes(text: TextSpec, dtype: str, decode: DecodeSettings) -> int:
-    """What steps and their graphs will take of a device, rounded up."""
+def graph_bytes(text: TextSpec, dtype: str, decode: DecodeSettings, context: int = 0) -> int:
+    """What steps and their graphs will take of a device, rounded up; `context` as in `width_of`."""
     most = decode.max_batch
-    tables = 2 * 8 * most * width_of(text, decode.pages)
+    tables = 2 * 8 * most * width_of(text, decode.pages, context)
     nodes = len(buckets(most)) * text.num_layers * LAYER_BYTES
     return LIBRARY_BYTES + step_bytes(text, dtype, most) + tables + nodes
 
 
-def width_of(text: TextSpec, pages: int) -> int:
-    """Most pages of one share."""
-    return min(pages, pages_of(text.max_position))
+def width_of(text: TextSpec, pages: int, context: int = 0) -> int:
+    """Most pages of one share, where `context` tokens may be more than the model's own limit."""
+    return min(pages, pages_of(max(text.max_position, context)))
 
 
-def graphed(model: TextModel, memory: TextMemory, decode: DecodeSettings) -> Forward:
+def graphed(model: TextModel, memory: TextMemory, settings: Settings) -> Forward:
     """The model, with its steps captured where they can be; what cannot is told."""
-    device = model.weights.embed.device
+    device, decode = model.weights.embed.device, settings.decode
     if device.type != "cuda" or not decode.graphs:
         return model
     if why := uncapturable(model.ops):
         logger.warning("steps run without CUDA graphs: %s", why)
         return model
     began, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
-    width = width_of(model.spec, memory.pages.total)
+    width = width_of(model.spec, memory.pages.total, settings.model.context)
     with torch.cuda.device(device):
         made = GraphedModel(model, memory.tensors, most=decode.max_batch, width=width)
     logger.info(
@@ -225,7 +225,8 @@ def check_memory(settings: Settings) -> None:
         return  # each rank of a group plans its own; a host's memory is shared by all rooms
     facts, kept = load_facts(settings), 0
     if settings.decode.graphs:
-        kept = graph_bytes(facts.spec.text, settings.model.dtype, settings.decode)
+        model = settings.model
+        kept = graph_bytes(facts.spec.text, model.dtype, settings.decode, model.context)
     packed = takes_packed(chosen(facts, plan))
     wanted = planned_memory(facts, plan, packed=packed, reserve=kept)
     logger.info("memory of the replica:\n%s", "\n".join(wanted.lines()))

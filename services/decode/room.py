@@ -66,7 +66,7 @@ class DecodeRoom(TextRoom):
             claim=self.claim,
         )
         self.engine = DecodeEngine(
-            loaded.model if self.leading else graphed(loaded.model, self.memory, settings.decode),
+            loaded.model if self.leading else graphed(loaded.model, self.memory, settings),
             self.memory,
             self.intake,
             self.threads,

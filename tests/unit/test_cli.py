@@ -2,9 +2,16 @@
 
 import pytest
 
+from common.config.checkpoint import load_spec
+from common.config.settings import Settings
+from router.desk import Desk
+from services.before import refuse_what_cannot_start
 from services.cli import main
 from tests.support.golden import NANO
+from tests.support.relay import changed
 from tests.support.sites import standing
+
+PORTS = ("port", "admin_port")
 
 
 @pytest.mark.parametrize(
@@ -51,6 +58,19 @@ def test_what_cannot_start_is_told_before_anything_starts(
     settings.write_text(f"[model]\n{table}\n[server]\nport = 0\nadmin_port = 0\n")
     assert main(["serve", str(settings)]) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("context", "warned"), [(0, False), (8192, False), (10_000, True)])
+def test_a_context_beyond_the_checkpoints_is_told_with_both_numbers(
+    context, warned, capsys, caplog
+):
+    settings = changed(
+        Settings(), model={"path": str(NANO), "context": context}, server=dict.fromkeys(PORTS, 0)
+    )
+    refuse_what_cannot_start(settings)
+    Desk(settings, load_spec(NANO))
+    said = "model.context is 10000, and the checkpoint says that it was made for 8192 tokens"
+    assert (said in capsys.readouterr().err, said in caplog.text) == (warned, warned)
 
 
 @pytest.mark.parametrize("tail", ["/v1", "/v1/", ""])

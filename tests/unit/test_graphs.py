@@ -15,7 +15,7 @@ from common.errors import ConfigError
 from common.model.batch import Share, StepBatch
 from common.ops.table import REFERENCE
 from common.runtime import graphs, part
-from common.runtime.graphs import GraphedModel, buckets, check_memory, graph_bytes
+from common.runtime.graphs import GraphedModel, buckets, check_memory, graph_bytes, width_of
 from common.runtime.recorder import Eager
 from tests.support.golden import NANO
 from tests.support.models import Loaded, Request, allocate, chunks, load, pages_for, steps
@@ -110,6 +110,14 @@ def test_a_replicas_memory_is_judged_with_its_graphs_before_it_is_taken(monkeypa
     monkeypatch.setattr(part, "device_memory", lambda device: 1)
     check_memory(Settings(model=ModelSettings(path=str(NANO))))  # a host's is not judged
     check_memory(Settings(model=model, decode=DecodeSettings(tensor=2)))  # ranks judge their own
+
+
+def test_a_step_has_room_for_a_context_beyond_the_checkpoints() -> None:
+    text = load_spec(NANO).text
+    assert width_of(text, 1 << 20) == text.max_position // 64
+    assert width_of(text, 1 << 20, 2 * text.max_position) == 2 * text.max_position // 64
+    assert width_of(text, 1 << 20, 64) == text.max_position // 64
+    assert width_of(text, 5, 2 * text.max_position) == 5
 
 
 def test_the_reserve_of_a_plan_holds_the_graphs_of_the_release() -> None:
