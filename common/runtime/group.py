@@ -30,7 +30,6 @@ from common.runtime.orders import (
     Join,
     Order,
     Ping,
-    Pong,
     Turned,
     Welcome,
     decode,
@@ -215,7 +214,7 @@ class Leader:
             self._heard[rank] = time.monotonic()
             if isinstance(order, Failed):
                 self.fail(f"rank {rank}: {order.reason}")
-            elif not isinstance(order, Pong) and self.on_order is not None:
+            elif self.on_order is not None:
                 self.on_order(rank, order)
         self.fail(f"rank {rank} ended")
 

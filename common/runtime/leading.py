@@ -39,6 +39,7 @@ from common.runtime.orders import (
     Measured,
     Mirrored,
     Order,
+    Pong,
     Pull,
     Sign,
 )
@@ -92,6 +93,7 @@ class Leading:
         self._asked: dict[tuple[int, int], _Asked] = {}
         self._lock = threading.Lock()
         self.on_lost: Callable[[str], None] | None = None
+        self._pongs: dict[int, Pong] = {}  # the last of each rank
         self._agents: dict[int, Future[Here]] = {r: Future() for r in range(1, mesh.world)}
         own = first_word(plan, 0, secret=secret, reserve=group_reserve(plan))
         self._leader = Leader(mesh.world, own, host)
@@ -201,6 +203,16 @@ class Leading:
         """Whether a rank is gone, whatever a pass in progress still waits for."""
         return bool(self._leader.failure)
 
+    @property
+    def quarantined(self) -> int:
+        """READs of the other ranks that outlived their request, as they said last."""
+        return sum(pong.quarantined for pong in list(self._pongs.values()))
+
+    @property
+    def full(self) -> list[int]:
+        """The other ranks whose quarantine has reached its bound."""
+        return sorted(rank for rank, pong in list(self._pongs.items()) if pong.is_full)
+
     def close(self) -> None:
         """End the group."""
         self._leader.close()
@@ -228,6 +240,8 @@ class Leading:
             with self._lock:
                 if not self._agents[rank].done():
                     self._agents[rank].set_result(order)
+        if isinstance(order, Pong):
+            self._pongs[rank] = order
         if not isinstance(order, Ended | Freed | Measured | Counted):
             return
         with self._lock:

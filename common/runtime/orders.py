@@ -16,7 +16,7 @@ from common.contract.regions import Agent, PoolInfo, Span
 from common.model.batch import Share, StepBatch
 from common.runtime.place import Place
 
-VERSION = 3
+VERSION = 4
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -54,6 +54,9 @@ class Ping(Order, frozen=True, kw_only=True):
 
 class Pong(Order, frozen=True, kw_only=True):
     """Yes. Sent beside the computation, so a long pass is not silence."""
+
+    quarantined: int = 0  # READs here that outlived their request
+    is_full: bool = False  # they have reached the bound: only the end of this process frees them
 
 
 class ShareOrder(Order, frozen=True, kw_only=True):

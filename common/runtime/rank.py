@@ -113,7 +113,10 @@ class Rank:
     def _listen(self) -> None:
         while (order := self._channel.receive()) is not None:
             if isinstance(order, Ping):
-                self._channel.send(Pong())
+                receiver = self._receiver
+                self._channel.send(
+                    Pong(quarantined=receiver.quarantined, is_full=receiver.must_restart)
+                )
             elif isinstance(order, Pull):
                 self._threads.submit(self._guarded, partial(self._pull, order))
             elif isinstance(order, Fetch | Weigh):

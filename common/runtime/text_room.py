@@ -156,26 +156,38 @@ class TextRoom:
     def is_over(self, engine: EngineLoop) -> bool:
         """Whether this replica must be replaced; its engine may be stuck, so it is not asked."""
         lost = self.leading is not None and self.leading.is_lost
-        return lost or engine.failure is not None or self.receiver.must_restart
+        return lost or engine.failure is not None or self.must_restart
+
+    @property
+    def quarantined(self) -> int:
+        """READs of all ranks that outlived their request."""
+        others = 0 if self.leading is None else self.leading.quarantined
+        return self.receiver.quarantined + others
+
+    @property
+    def must_restart(self) -> bool:
+        """Whether a rank's quarantine has reached its bound: only the replica's end frees it."""
+        return self.receiver.must_restart or (self.leading is not None and bool(self.leading.full))
 
     def gauge(self) -> None:
         """Bring the process's gauges up to date."""
-        self.tally.set("baton_quarantine", float(self.receiver.quarantined))
+        self.tally.set("baton_quarantine", float(self.quarantined))
         self.tally.set("baton_resident_bytes", float(resident_bytes()))
 
     def _sweep_receiver(self) -> None:
         if self.receiver.quarantined:
             self.threads.submit(self.receiver.sweep)
-        if not self.receiver.must_restart:
+        if not self.must_restart:
             self._full_since = None
             return
         now = time.monotonic()
         self._full_since = now if self._full_since is None else self._full_since
         if now - self._full_since >= SPENT_S and not self.room.spent.is_set():
             log.error(
-                "%d READs do not end, so their memory serves nobody: this room finishes what runs "
-                "and must be started anew",
-                self.receiver.quarantined,
+                "%d READs do not end%s, so their memory serves nobody: this room finishes what "
+                "runs and must be started anew",
+                self.quarantined,
+                f" (ranks {full} are full)" if self.leading and (full := self.leading.full) else "",
             )
             self.room.spent.set()
 

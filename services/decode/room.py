@@ -144,15 +144,15 @@ class DecodeRoom(TextRoom):
             epoch=self.room.epoch,
             pages=sum(held.num_pages() for held in helds),
             slots=sum(len(held.slots) for held in helds),
-            quarantine=self.receiver.quarantined,
+            quarantine=self.quarantined,
             tickets=sum(held.stage in ("reserved", "fetching") for held in helds),
         )
 
     async def _reserve(self, message: Reserve, caller: str) -> Message:
         if self.room.is_leaving:
             raise CapacityError(f"{self.room.id} is leaving and takes no new request")
-        if self.receiver.must_restart:
-            raise CapacityError(f"{self.room.id} waits for {self.receiver.quarantined} late READs")
+        if self.must_restart:
+            raise CapacityError(f"{self.room.id} waits for {self.quarantined} late READs")
         return await asyncio.wrap_future(self.engine.reserve(message, caller))
 
     async def _decode(self, job: DecodeJob, caller: str) -> Message:

@@ -132,7 +132,7 @@ class PrefillRoom(TextRoom):
             epoch=self.room.epoch,
             pages=sum(len(work.pages) for work in works),
             slots=sum((work.slot >= 0) + (work.canary_slot >= 0) for work in works),
-            quarantine=self.receiver.quarantined,
+            quarantine=self.quarantined,
             embeddings=sum(work.pull is not None and work.pull.is_wanted for work in works),
             tickets=self.owner.held(),
             cached=Cached(),

@@ -11,6 +11,8 @@ import contextlib
 import random
 import signal
 
+import pytest
+
 from common.config.loading import load_settings
 from common.runtime import process, text_room
 from router.seats import Seat
@@ -24,12 +26,13 @@ DEADLINE_S = 1.0  # of one fetch
 
 
 @contextlib.asynccontextmanager
-async def relay_with_processes(tmp_path, **transfer):
+async def relay_with_processes(tmp_path, *, axes: dict[str, int] | None = None, **transfer):
     tables = {
         "model": {"path": str(NANO), "dtype": "float32"},
         "transfer": {"transports": "tcp", "deadline_s": DEADLINE_S} | transfer,
         # the READ's own deadline must find it, not the heartbeat
         "router": {"silent_s": 20.0, "heartbeat_s": 0.2},
+        "decode": axes or {},
     }
     path = write_settings(tmp_path / "settings.toml", tables)
     settings = load_settings(path, {})
@@ -113,11 +116,35 @@ async def test_a_producer_that_stops_before_its_ticket_is_claimed_is_passed_over
         await relay.nothing_left()
 
 
+class Withheld:
+    """Stops, once, the process that another rank is about to READ."""
+
+    def __init__(self, decode: DecodeRoom, producers: list[Process]) -> None:
+        self._producers, self.stopped = producers, None
+        self._go_on = decode.leading.pull
+        decode.leading.pull = self
+
+    def __call__(self, place, reads, *more):
+        (sources,) = reads.values()
+        if self.stopped is None:
+            peer = sources[0][0]
+            self.stopped = next(p for p in self._producers if p.place["id"] == peer.id)
+            self.stopped.signal(signal.SIGSTOP)
+        return self._go_on(place, reads, *more)
+
+    def resume(self) -> None:
+        if self.stopped is not None:
+            self.stopped.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
 async def test_a_room_whose_quarantine_stays_full_is_not_ready_finishes_its_streams_and_exits(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, lanes
 ):
+    """With two lanes it is the other rank's quarantine, and the leader's own is empty."""
     monkeypatch.setattr(text_room, "SPENT_S", 0.5)
-    async with relay_with_processes(tmp_path, quarantine_bound=1) as (relay, decode, producers):
+    more = {"axes": {"data": lanes}, "quarantine_bound": 1}
+    async with relay_with_processes(tmp_path, **more) as (relay, decode, producers):
         whole = (await relay.run(relay.task(question(1), max_tokens=250))).ids()
 
         async def opened(host: str):
@@ -129,10 +156,11 @@ async def test_a_room_whose_quarantine_stays_full_is_not_ready_finishes_its_stre
         await until(
             lambda: decode.engine.helds() and decode.engine.helds()[0].stage == "running", 15
         )
-        stopper = Stopper(decode, producers, "read")
+        stopper = Stopper(decode, producers, "read") if lanes == 1 else Withheld(decode, producers)
         try:
             in_vain = asyncio.create_task(answer(relay, 2))  # no other decode replica takes it
-            await until(lambda: decode.receiver.must_restart, 10.0)
+            await until(lambda: decode.must_restart, 10.0)
+            assert decode.receiver.must_restart is (lanes == 1) and decode.quarantined == 1
             await until(lambda: relay.house.pairs_ready() == 0, 5.0)
             in_vain.cancel()
             assert (await long).ids() == whole

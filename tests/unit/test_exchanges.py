@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from common.parallel.collectives import SOLO
 from common.parallel.direct import Direct
 from common.parallel.exchange import AllToAll
 from common.parallel.placement import even, routes
-from common.parallel.window import Window
+from common.parallel.window import HANDLE, NAME, Window, _opened
 
 SHAPES = {"rows": 4, "top": 2, "width": 8, "experts": 2, "dtype": torch.float32}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -58,6 +60,35 @@ def test_mega_moe_says_which_hardware_it_is_for(monkeypatch) -> None:
 def test_an_unknown_exchange_is_refused_with_the_known_ones() -> None:
     with pytest.raises(BackendUnsupported, match="'other' is unknown; use all_to_all, direct"):
         opened("other")
+
+
+class Driver:
+    """Opens no handle."""
+
+    def cuIpcOpenMemHandle_v2(self, base, handle, flags) -> int:
+        return 201
+
+
+@pytest.mark.parametrize(
+    ("seen", "reaches", "sentence"),
+    [
+        (["mine"], True, "hidden from this process; let every rank see all devices of its host"),
+        (["mine", "theirs"], False, "has no peer access to it, or set"),
+        (["mine", "theirs"], True, r"reached \(CUDA error 201\), or set"),
+        (["theirs"], False, r"reached \(CUDA error 201\), or set"),  # a device of both
+    ],
+)
+def test_memory_that_cannot_be_reached_is_told_with_the_reason(
+    seen, reaches, sentence, monkeypatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=seen[number])
+    )
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: reaches)
+    told = b"theirs".ljust(NAME) + bytes(HANDLE + 8)
+    with pytest.raises(BackendUnsupported, match=f"memory of rank 3 on device theirs.*{sentence}"):
+        _opened(Driver(), told, 3, torch.device("cuda:0"))
 
 
 def test_a_batch_beyond_the_window_is_refused_before_anything_is_sent() -> None:
