@@ -53,7 +53,7 @@ class Ping(Order, frozen=True, kw_only=True):
 
 
 class Pong(Order, frozen=True, kw_only=True):
-    """Yes. Sent beside the computation, so a long pass is not silence."""
+    """Yes. Sent beside the computation, so a long pass is not silence; also when a READ failed."""
 
     quarantined: int = 0  # READs here that outlived their request
     is_full: bool = False  # they have reached the bound: only the end of this process frees them

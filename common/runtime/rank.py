@@ -113,10 +113,7 @@ class Rank:
     def _listen(self) -> None:
         while (order := self._channel.receive()) is not None:
             if isinstance(order, Ping):
-                receiver = self._receiver
-                self._channel.send(
-                    Pong(quarantined=receiver.quarantined, is_full=receiver.must_restart)
-                )
+                self._tell_quarantine()
             elif isinstance(order, Pull):
                 self._threads.submit(self._guarded, partial(self._pull, order))
             elif isinstance(order, Fetch | Weigh):
@@ -154,6 +151,7 @@ class Rank:
                 landing.landed,
             )
         except ServingError as error:
+            self._tell_quarantine()  # before the leader takes the request's next attempt in
             self._channel.send(Ended(number=number, code=error.code, text=str(error)))
         else:
             found = landing.signature()
@@ -172,6 +170,10 @@ class Rank:
             self._channel.send(Ended(number=order.number, code=error.code, text=str(error)))
         else:
             self._channel.send(Measured(number=order.number, sums=sums, unsound=()))
+
+    def _tell_quarantine(self) -> None:
+        receiver = self._receiver
+        self._channel.send(Pong(quarantined=receiver.quarantined, is_full=receiver.must_restart))
 
     def _tell_signed(self, number: int, found: Signature) -> None:
         self._channel.send(Measured(number=number, sums=found.sums, unsound=found.unsound))

@@ -125,8 +125,7 @@ class Withheld:
         decode.leading.pull = self
 
     def __call__(self, place, reads, *more):
-        (sources,) = reads.values()
-        if self.stopped is None:
+        for sources in reads.values() if self.stopped is None else ():
             peer = sources[0][0]
             self.stopped = next(p for p in self._producers if p.place["id"] == peer.id)
             self.stopped.signal(signal.SIGSTOP)
