@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import signal
@@ -14,10 +13,11 @@ from pathlib import Path
 
 import httpx
 
-from common.config.loading import load_settings
+from common.config.loading import client_key, load_settings
 from common.config.settings import Settings
 from common.errors import ConfigError, NotFound, ServingError
 from services.before import refuse_what_cannot_start
+from services.chat import run_chat, shown
 
 READY_S = 120.0  # patience for the first probe after a start
 GOODBYE_S = 20.0  # after the drain time: error events, processes that end, Serve's own steps
@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     chat.add_argument("--url", default="http://127.0.0.1:8000")
     chat.add_argument("--model", default="", help="default: the first that /v1/models lists")
     chat.add_argument("--image", type=Path, help="a picture to show with the first message")
+    chat.add_argument("--key-file", type=Path, help="holds the API key; default: BATON_API_KEY's")
     args = parser.parse_args(argv)
     try:
         if args.command == "serve":
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             return run_plan(args)
         if args.command == "trace":
             return run_trace(args.id, args.url, args.key_file)
-        return run_chat(args.url, args.model, args.image)
+        return run_chat(args.url, args.model, args.image, _key(args.key_file) or client_key())
     except httpx.HTTPStatusError as error:
         words = f"{error.request.url} says {error.response.status_code}; give the right --url"
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -173,9 +174,8 @@ def run_trace(name: str, url: str, key_file: Path | None) -> int:
 
     from services.waterfall import lines
 
-    key = {"Authorization": f"Bearer {key_file.read_text().strip()}"} if key_file else {}
     place = f"{url.rstrip('/')}/admin/requests/{quote(name, safe='')}"
-    told = httpx.get(place, headers=key, timeout=10)
+    told = httpx.get(place, headers=shown(_key(key_file)), timeout=10)
     if told.status_code == 401:
         raise ConfigError(f"{url} wants the key of the second listener; give it by --key-file")
     if told.status_code == 404 and "json" in told.headers["content-type"]:
@@ -201,26 +201,8 @@ def _pair(text: str, between: str) -> tuple[int, int]:
     return int(left), int(right)
 
 
-def run_chat(url: str, model: str, image: Path | None) -> int:
-    """A conversation in the terminal; an empty line or end of input ends it."""
-    picture = _data_uri(image) if image is not None else ""
-    base = url.rstrip("/").removesuffix("/v1")  # as other clients are told it
-    with httpx.Client(base_url=base, timeout=600) as client:
-        if not model:
-            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-        messages: list[dict[str, object]] = []
-        while text := _ask():
-            content: object = text
-            if picture:
-                content = [
-                    {"type": "image_url", "image_url": {"url": picture}},
-                    {"type": "text", "text": text},
-                ]
-                picture = ""
-            messages.append({"role": "user", "content": content})
-            answer = _stream(client, {"model": model, "messages": messages, "stream": True})
-            messages.append({"role": "assistant", "content": answer})
-    return 0
+def _key(file: Path | None) -> str:
+    return file.read_text().strip() if file else ""
 
 
 def _stop_on_signals(stopping: threading.Event, hurry: threading.Event) -> None:
@@ -229,41 +211,6 @@ def _stop_on_signals(stopping: threading.Event, hurry: threading.Event) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, told)
-
-
-def _ask() -> str:
-    try:
-        return input("> ").strip()
-    except EOFError:
-        return ""
-
-
-def _data_uri(path: Path) -> str:
-    import base64
-    import mimetypes
-
-    kind = mimetypes.guess_type(path.name)[0] or "image/png"
-    return f"data:{kind};base64,{base64.b64encode(path.read_bytes()).decode()}"
-
-
-def _stream(client: httpx.Client, body: dict[str, object]) -> str:
-    answer = ""
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            response.read()
-            raise ServingError(response.json()["error"]["message"])
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise ServingError(event["error"]["message"])
-            for choice in event["choices"]:
-                piece = choice["delta"].get("content") or ""
-                answer += piece
-                print(piece, end="", flush=True)
-    print()
-    return answer
 
 
 def _wait_ready(url: str, stopping: threading.Event) -> bool:

@@ -1,6 +1,7 @@
 """Strict TOML to `Settings`: an unknown key is an error that names file, table and key.
 
-The only place that reads the environment: `PORT` and `ADMIN_PORT` win over the file.
+The only place that reads the environment: `PORT` and `ADMIN_PORT` win over the file, BATON_SECRET
+is the rooms', BATON_API_KEY a client's.
 """
 
 from __future__ import annotations
@@ -44,6 +45,11 @@ def load_settings(path: Path, environ: Mapping[str, str] = os.environ) -> Settin
 def room_secret(environ: Mapping[str, str] = os.environ) -> str:
     """The secret of `Hello` for rooms started as plain processes: BATON_SECRET, else empty."""
     return environ.get("BATON_SECRET", "")
+
+
+def client_key(environ: Mapping[str, str] = os.environ) -> str:
+    """The key that `baton chat` shows a server: BATON_API_KEY, else empty."""
+    return environ.get("BATON_API_KEY", "").strip()
 
 
 def parse_settings(raw: Mapping[str, Any], *, source: str) -> Settings:

@@ -1,5 +1,7 @@
 """The `baton` command tells what is wrong in a sentence, and how it ended in its exit status."""
 
+import hashlib
+
 import pytest
 
 from common.config.checkpoint import load_spec
@@ -9,7 +11,7 @@ from services.before import refuse_what_cannot_start
 from services.cli import main
 from tests.support.golden import NANO
 from tests.support.relay import changed
-from tests.support.sites import standing
+from tests.support.sites import SETTINGS, standing
 
 PORTS = ("port", "admin_port")
 
@@ -31,6 +33,7 @@ PORTS = ("port", "admin_port")
         ),
         (["serve", "tests"], "tests is no file of text"),
         (["chat", "--image", "no/such/picture.png", "--model", "m"], "no/such/picture.png"),
+        (["chat", "--key-file", "no/such/key", "--model", "m"], "no/such/key"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -80,6 +83,33 @@ def test_a_conversation_takes_the_address_that_other_clients_take(tail, capsys, 
     with standing() as place:
         assert main(["chat", "--url", place.url + tail]) == 0
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("way", ["environment", "file", "none", "wrong"])
+def test_a_conversation_shows_its_key_from_the_environment_or_a_file(
+    way, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.delenv("BATON_API_KEY", raising=False)
+    file = tmp_path / "key"
+    file.write_text("a secret\n" if way == "file" else "another\n")
+    if way == "environment":
+        monkeypatch.setenv("BATON_API_KEY", "a secret")
+    keys = (f"someone:{hashlib.sha256(b'a secret').hexdigest()}",)
+    said = iter(["hello", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    more = ["--key-file", str(file)] if way in ("file", "wrong") else []
+    with standing(changed(SETTINGS, access={"keys": keys})) as place:
+        status = main(["chat", "--url", place.url, *more])
+    told = {"none": "wants a key; put it into BATON_API_KEY", "wrong": "does not know the key"}
+    assert status == (way in told)
+    assert told.get(way, "") in capsys.readouterr().err
+
+
+def test_a_key_that_no_header_can_carry_is_told(tmp_path, capsys):
+    file = tmp_path / "key"
+    file.write_text("schl\u00fcssel")
+    assert main(["chat", "--url", "http://127.0.0.1:9", "--key-file", str(file)]) == 1
+    assert "no header can carry" in capsys.readouterr().err
 
 
 def test_a_good_checkpoint_is_listed(capsys):
