@@ -137,6 +137,7 @@ async def sides(args: argparse.Namespace, pipes: Sequence[Connection]) -> AsyncI
     seats: dict[str, list[list[Seat]]] = {}
     for pipe in pipes:
         pipe.send("open")
+    for pipe in pipes:
         opened, device, gib = await asyncio.to_thread(pipe.recv)
         print(f"{', '.join(opened)} on {device}: {gib:.1f} GiB", flush=True)
         args.names.append(device)
@@ -160,7 +161,7 @@ async def sides(args: argparse.Namespace, pipes: Sequence[Connection]) -> AsyncI
 def settings_of(args: argparse.Namespace, device: str) -> Settings:
     """Pools for `args.at_once` requests; steps of prefill as the product's own settings say."""
     pages = args.at_once * (-(-(args.lengths[1] + args.tokens) // 64) + 1)
-    model = ModelSettings(path=str(NANO), device=device)
+    model = ModelSettings(path=str(NANO), device=device, ops=args.ops)
     if not args.small:
         model = dataclasses.replace(model, dtype="bfloat16")
         pages //= 2  # of log-uniform lengths few are the longest
@@ -251,6 +252,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, help="requests that a replica holds")
     parser.add_argument("--first", type=float, default=2.0, help="objective, seconds")
     parser.add_argument("--each", type=float, default=0.04, help="objective, seconds a token")
+    parser.add_argument("--ops", default="auto", help="bodies of the ops, as model.ops")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default="", help="default: benchmarks/results/mixed.jsonl")
     args = parser.parse_args(argv)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from common.contract.messages import DecodeJob, Endpoint
 from common.model.text import TextModel
 from common.ops.select import choose
 from common.runtime import text_room
-from common.runtime.loaded import Loaded, load_text, use_device
+from common.runtime.loaded import Loaded, fitted, load_text, use_device
 from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
 from services.decode import room as decode_room
@@ -51,10 +52,12 @@ class Part:
 
 
 def play(pipe: Connection, settings: Settings, part: Part) -> None:
-    """Open the rooms, tell where they listen, obey `("chunk", tokens)` until told None."""
+    """Open the rooms when told, say where they listen, obey `("chunk", tokens)` until told None."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("baton.graphs").setLevel(logging.INFO)  # how long captures took, and memory
     loaded = model_of(settings, part)
     pipe.send("loaded")
-    pipe.recv()  # one after another: captures and compilations would share the cores
+    pipe.recv()
     asyncio.run(_play(pipe, settings, part, loaded))
 
 
@@ -96,7 +99,7 @@ def model_of(settings: Settings, part: Part) -> Loaded:
     ops, _ = choose(
         settings.model.ops, text, quantization="mxfp4", dtype=BF16, device=device, exact=False
     )
-    model = TextModel(text, weights(), ops=ops, exact=False)
+    model = TextModel(text, fitted(weights(), ops), ops=ops, exact=False)
     torch.cuda.empty_cache()
     spec = ModelSpec(
         text=text, vision=None, prefix="", quantization="mxfp4", bos=0, eos=1, pad=1,

@@ -30,6 +30,7 @@ from common.model.text import TextModel
 from common.ops.plan import Steps
 from common.ops.select import choose, printed
 from common.runtime.graphs import GraphedModel, buckets, graph_bytes, width_of
+from common.runtime.loaded import fitted
 from common.runtime.recorder import Call, Cuda, Recorder
 from common.weights.tree import TextWeights
 
@@ -190,7 +191,7 @@ def model_of(held: TextWeights, wanted: str, *, exact: bool = False) -> TextMode
     device = torch.device("cuda")
     ops, table = choose(wanted, SPEC, quantization="mxfp4", dtype=BF16, device=device, exact=exact)
     print(printed(table))
-    return TextModel(SPEC, held, ops=ops, exact=exact)
+    return TextModel(SPEC, fitted(held, ops), ops=ops, exact=exact)
 
 
 def main() -> None:

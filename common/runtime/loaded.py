@@ -119,7 +119,7 @@ def read_weights(
     facts: Facts, ops: Ops, *, shard: Shard = WHOLE, moves: bool = False
 ) -> TextWeights:
     """The text model's weights, or a shard's, as the bodies of its ops take them."""
-    return _fitted(
+    return fitted(
         load_weights(
             facts.directory,
             facts.spec,
@@ -133,7 +133,7 @@ def read_weights(
     )
 
 
-def _fitted(weights: TextWeights, ops: Ops, *, moves: bool) -> TextWeights:
+def fitted(weights: TextWeights, ops: Ops, *, moves: bool = False) -> TextWeights:
     """The weights with each layer's experts as their body takes them, a layer at a time."""
     layers = list(weights.layers)
     weights = dataclasses.replace(weights, layers=())  # or the old experts would be kept alive
