@@ -67,30 +67,27 @@ class Bench:
         self.groups += 1
         return dist.PrefixStore(f"{name}/{self.groups}", self.store)
 
-    def ops(self) -> Ops:
+    def ops(self, *, exact: bool = False) -> Ops:
         """Bodies for packed experts on a GPU, the definitions on the host."""
         if not self.args.devices:
             return REFERENCE
         from benchmarks.slice import SPEC
 
         wanted = {"quantization": "mxfp4", "dtype": torch.bfloat16, "device": self.device}
-        return choose("triton", SPEC, **wanted)[0]
+        return choose("triton", SPEC, **wanted, exact=exact)[0]
 
     @property
     def axis(self) -> Axis:
         return self.axes["expert"]
 
-    def open(self, name: str, rows: int) -> Exchange:
-        return open_exchange(
-            name,
-            self.axis,
-            rows=rows,
-            top=TOP,
-            width=WIDTH,
-            experts=-(-EXPERTS // self.ranks),
-            dtype=torch.bfloat16,
-            device=self.device,
-        )
+    def open(self, name: str, rows: int, **sizes: Any) -> Exchange:
+        true = {
+            "top": TOP,
+            "width": WIDTH,
+            "experts": -(-EXPERTS // self.ranks),
+            "dtype": torch.bfloat16,
+        }
+        return open_exchange(name, self.axis, rows=rows, **(true | sizes), device=self.device)
 
     def run(self) -> None:
         names = ["all_to_all", "direct"] if self.args.devices else ["all_to_all"]
@@ -101,6 +98,8 @@ class Bench:
             self.attempt(lambda rows=rows: self.layer(rows))
         if self.args.devices and not self.args.no_step:
             self.attempt(self.steps)
+        if self.args.agreement:
+            self.attempt(self.agreement)
 
     def attempt(self, part: Callable[[], None]) -> None:
         """One part's failure is told and does not take the others along, where all ranks fail."""
@@ -110,17 +109,23 @@ class Bench:
             traceback.print_exc(limit=-4)
 
     def say(self, case: dict[str, Any], times: list[float], **more: Any) -> None:
+        low, _, high = statistics.quantiles(times, n=4)
+        taken = {
+            "median_us": round(statistics.median(times) * 1e6, 1),
+            "spread_us": round((high - low) / 2 * 1e6, 1),
+        }
+        self.note(case, **taken, **more)
+
+    def note(self, case: dict[str, Any], **more: Any) -> None:
+        """Print one line, and keep it where asked; the first rank's."""
         if self.rank:
             return
-        low, _, high = statistics.quantiles(times, n=4)
         line = {
             "benchmark": "exchange",
             **case,
             "ranks": self.ranks,
             "devices": self.args.devices,
             "over": self.backend,
-            "median_us": round(statistics.median(times) * 1e6, 1),
-            "spread_us": round((high - low) / 2 * 1e6, 1),
             **more,
             "device": torch.cuda.get_device_name() if self.args.devices else "cpu",
             "torch": torch.__version__,
@@ -180,6 +185,13 @@ class Bench:
 
         measure(self, rows)
 
+    def agreement(self) -> None:
+        """How far the exchanges' steps are apart, and from fp32."""
+        from benchmarks.exchange_agreement import measure
+
+        for batch in BATCHES:
+            measure(self, batch, CONTEXT)
+
     def steps(self) -> None:
         """A decode step of the slice, as this rank's lane."""
         from benchmarks.exchange_slice import Lane
@@ -216,6 +228,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--layer-rows", type=int, nargs="*", default=[64, 2048])
     parser.add_argument("--no-step", action="store_true")
+    parser.add_argument("--agreement", action="store_true", help="steps beside fp32: many GiB")
+    parser.add_argument("--small", action="store_true", help="steps of a small slice: a trial")
     parser.add_argument("--out", default="")
     parser.add_argument("--rank", type=int, default=-1)
     parser.add_argument("--store", default="")

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.slice import SPEC, memory, normal, weights
+from benchmarks.slice import SMALL, SPEC, memory, normal, weights
 from benchmarks.step import step_plan
+from common.config.spec import TextSpec
+from common.model.batch import Memory
 from common.model.text import TextModel
+from common.ops.plan import Steps
 from common.parallel.collectives import SOLO
 from common.parallel.placement import even, routes
 from common.parallel.team import Team
@@ -19,17 +22,22 @@ from common.weights.tree import MoeWeights, TextWeights
 if TYPE_CHECKING:
     from benchmarks.exchange import Bench
 
-_held: dict[int, TextWeights] = {}
+_held: dict[TextSpec, TextWeights] = {}
 
 
-def share_of_weights(ranks: int) -> TextWeights:
+def shrunk(bench: Bench) -> TextSpec:
+    """The slice, of true width unless a trial was asked for."""
+    return SMALL if bench.args.small else SPEC
+
+
+def share_of_weights(bench: Bench, spec: TextSpec) -> TextWeights:
     """The slice's weights with a share of its experts, and a router for all of them; made once."""
-    if not _held:
+    if spec not in _held:
         torch.manual_seed(0)
-        count = SPEC.moe.num_experts
-        moe = dataclasses.replace(SPEC.moe, num_experts=count // ranks)
-        made = weights(dataclasses.replace(SPEC, moe=moe))
-        router = normal(count, SPEC.hidden, dtype=torch.float32)
+        count = spec.moe.num_experts
+        moe = dataclasses.replace(spec.moe, num_experts=count // bench.ranks)
+        made = weights(dataclasses.replace(spec, moe=moe))
+        router = normal(count, spec.hidden, dtype=torch.float32)
         bias = normal(count, dtype=torch.float32)
         layers = [
             dataclasses.replace(one, ffn=dataclasses.replace(one.ffn, router=router, bias=bias))
@@ -37,34 +45,53 @@ def share_of_weights(ranks: int) -> TextWeights:
             else one
             for one in made.layers
         ]
-        _held[0] = dataclasses.replace(made, layers=tuple(layers))
-    return _held[0]
+        _held[spec] = dataclasses.replace(made, layers=tuple(layers))
+    return _held[spec]
+
+
+def lane_team(bench: Bench, spec: TextSpec, exchange: str, batch: int, dtype: torch.dtype) -> Team:
+    """This rank's team over one exchange, as a lane of its own."""
+    device, count, layers = bench.device, spec.moe.num_experts, spec.moe_layers
+    moe = spec.moe
+    return Team(
+        mesh=bench.mesh,
+        seat=bench.mesh.seat(bench.rank),
+        tensor=SOLO,
+        exchange=bench.open(
+            exchange,
+            batch,
+            top=moe.top_k,
+            width=moe.latent or spec.hidden,
+            experts=-(-count // bench.ranks),
+            dtype=dtype,
+        ),
+        tables=tuple(routes(even(count, bench.ranks), count, device) for _ in layers),
+        load=torch.zeros(len(layers), count, dtype=torch.int64, device=device),
+    )
+
+
+def lane_pools(
+    bench: Bench, spec: TextSpec, batch: int, context: int
+) -> tuple[torch.Tensor, Steps, Memory]:
+    """This rank's tokens, where its requests lie, and their memory."""
+    plan = step_plan(batch, context)
+    pools = memory(spec, batch, int(plan.tables.max()) + 1)
+    draw = torch.Generator().manual_seed(bench.rank)
+    ids = torch.randint(0, spec.vocab, (batch,), generator=draw).to(bench.device)
+    return ids, plan, pools
 
 
 class Lane:
     """One rank's requests, and its model over either exchange."""
 
     def __init__(self, bench: Bench, batch: int, context: int) -> None:
-        device, count = bench.device, SPEC.moe.num_experts
-        held, ops = share_of_weights(bench.ranks), bench.ops()
+        spec = shrunk(bench)
+        held, ops = share_of_weights(bench, spec), bench.ops()
         self._models: dict[str, TextModel] = {}
         for name in ("all_to_all", "direct"):
-            team = Team(
-                mesh=bench.mesh,
-                seat=bench.mesh.seat(bench.rank),
-                tensor=SOLO,
-                exchange=bench.open(name, batch),
-                tables=tuple(
-                    routes(even(count, bench.ranks), count, device) for _ in SPEC.moe_layers
-                ),
-                load=torch.zeros(len(SPEC.moe_layers), count, dtype=torch.int64, device=device),
-            )
-            self._models[name] = TextModel(SPEC, held, ops=ops, exact=False, team=team)
-        self._plan = step_plan(batch, context)
-        pages = int(self._plan.tables.max()) + 1
-        self._memory = memory(SPEC, batch, pages)
-        draw = torch.Generator().manual_seed(bench.rank)
-        self._ids = torch.randint(0, SPEC.vocab, (batch,), generator=draw).to(device)
+            team = lane_team(bench, spec, name, batch, torch.bfloat16)
+            self._models[name] = TextModel(spec, held, ops=ops, exact=False, team=team)
+        self._ids, self._plan, self._memory = lane_pools(bench, spec, batch, context)
 
     def fresh(self) -> None:
         """Empty the states, so that a pass gives what the one before gave."""

@@ -28,6 +28,7 @@ class Axis(Protocol):
 
     size: int
     index: int
+    recordable: bool  # whether a captured pass may hold its sums and gathers
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """Every rank's x, in order; all have the shape of x."""
@@ -53,7 +54,7 @@ class Axis(Protocol):
 class Solo:
     """An axis of one rank: nothing is sent, and not a bit changes."""
 
-    size, index = 1, 0
+    size, index, recordable = 1, 0, True
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """See `Axis`."""
@@ -83,6 +84,8 @@ SOLO = Solo()
 
 class Wired:
     """An axis over a process group of torch.distributed."""
+
+    recordable = False  # gloo's wait for the host; NCCL's were never recorded here
 
     def __init__(
         self, group: Any, index: int, size: int, ranks: str, *, on_host: bool = True

@@ -31,6 +31,8 @@ class InPlace(Arrived):
 class Direct:
     """One rank's end; see `common.parallel.exchange.Exchange`."""
 
+    recordable = True
+
     def __init__(self, rank: int, window: Window, layout: Layout, experts: int) -> None:
         """`experts` are this rank's places, the first number that is no expert's."""
         self._rank, self._windows, self._layout = rank, window.addresses, layout

@@ -39,6 +39,8 @@ class Counted(Arrived):
 class Exchange(Protocol):
     """Both ways between rows and experts. All ranks of the axis call in the same order."""
 
+    recordable: bool  # whether a captured pass may hold it: nothing waits for the host
+
     def dispatch(
         self, rows: Tensor, ids: Tensor, keep: Tensor, table: Routes
     ) -> Callable[[], Arrived]:
@@ -69,6 +71,8 @@ class Exchange(Protocol):
 
 class AllToAll:
     """The definition: one row for each (row, expert), in order of ranks, then rows, then ids."""
+
+    recordable = False
 
     def __init__(self, axis: Axis) -> None:
         """`axis` joins the ranks that hold every expert once."""

@@ -61,14 +61,17 @@ def answer_kernel(
 
 @triton.jit
 def meet_kernel(window_ptr, round_ptr, rank, RANKS: tl.constexpr, PHASE: tl.constexpr):
-    """Grid: 1. Raise this rank's flag in every window, then wait for every rank's in the own."""
+    """Grid: 1. Raise this rank's flag in every window, then wait for every rank's in the own.
+
+    Rounds are compared by their difference, for they pass 2^31 within days.
+    """
     now = tl.load(round_ptr + PHASE) + 1
     for there in range(RANKS):
         flags = tl.load(window_ptr + there).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(flags + PHASE * RANKS + rank, now, sem="release", scope="sys")
     own = tl.load(window_ptr + rank).to(tl.pointer_type(tl.int32)) + PHASE * RANKS
     for source in range(RANKS):
-        while tl.atomic_add(own + source, 0, sem="acquire", scope="sys") < now:
+        while tl.atomic_add(own + source, 0, sem="acquire", scope="sys") - now < 0:
             pass
     tl.store(round_ptr + PHASE, now)
 
@@ -91,13 +94,18 @@ def add_up_kernel(
 
 
 def add_up(home: Tensor, weights: Tensor, keep: Tensor) -> Tensor:
-    """Weighted sums of outputs by choice: home [places, Z], weights fp32 [N, k] -> [N, Z]."""
+    """Weighted sums of outputs by choice: home [places, Z], weights fp32 [N, k] -> [N, Z].
+
+    Product and sum are two roundings, as in the definition: a fused one now and then turns the last
+    bit of a bf16 sum, and that bit another layer's choice of experts.
+    """
     count, width = len(weights), home.shape[1]
     out = home.new_empty(count, width)
     if count:
         add_up_kernel[(count, triton.cdiv(width, BLOCK))](
-            home, weights, keep, out, TOP=weights.shape[1], Z=width, BLOCK=BLOCK
-        )
+            home, weights, keep, out, TOP=weights.shape[1], Z=width, BLOCK=BLOCK,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 

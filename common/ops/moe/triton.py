@@ -152,8 +152,9 @@ def experts(
         chosen = products(x, ids, stack, activation, tiles=tiles)()
     block = min(1024, triton.next_power_of_2(width))
     combine_kernel[(x.shape[0], triton.cdiv(width, block))](
-        chosen, weights, out, TOP=ids.shape[1], Z=width, BLOCK=block
-    )
+        chosen, weights, out, TOP=ids.shape[1], Z=width, BLOCK=block,
+        enable_fp_fusion=False,  # as in the definition: see `common.ops.exchange.triton.add_up`
+    )  # fmt: skip
     return out
 
 
