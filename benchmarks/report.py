@@ -37,13 +37,16 @@ TITLES = {
     "slice": "Whole passes of four layers, decode captured in a CUDA graph",
 }
 
+EARLIER_NAMES = {"body, two products": "bf16 unit, two products"}  # what the same was called once
+
 
 def latest(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, dict[str, Any]]]]:
-    """Lines by op, case and who; the last of its kind wins."""
+    """Lines by op, case and who; the last of its kind wins, whatever it was called before."""
     tables: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
     for line in lines:
         case = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in line["case"].items())
-        tables.setdefault(line["op"], {}).setdefault(case, {})[line["who"]] = line
+        who = EARLIER_NAMES.get(line["who"], line["who"])
+        tables.setdefault(line["op"], {}).setdefault(case, {})[who] = line
     return tables
 
 

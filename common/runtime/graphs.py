@@ -26,7 +26,7 @@ from common.model.run import check
 from common.model.text import TextModel, reset
 from common.ops.exchange import Layout
 from common.ops.plan import Steps
-from common.ops.select import takes_packed, uncapturable
+from common.ops.select import uncapturable
 from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
@@ -227,7 +227,6 @@ def check_memory(settings: Settings) -> None:
     if settings.decode.graphs:
         model = settings.model
         kept = graph_bytes(facts.spec.text, model.dtype, settings.decode, model.context)
-    packed = takes_packed(chosen(facts, plan))
-    wanted = planned_memory(facts, plan, packed=packed, reserve=kept)
+    wanted = planned_memory(facts, plan, chosen(facts, plan), reserve=kept)
     logger.info("memory of the replica:\n%s", "\n".join(wanted.lines()))
     wanted.check()

@@ -166,8 +166,7 @@ def first_word(plan: Plan, rank: int, *, secret: str, reserve: int = 0) -> Join:
     """
     facts, mesh = load_facts(plan.settings), plan.mesh
     mesh.check(facts.spec.text)
-    packed = takes_packed(chosen(facts, plan))
-    wanted = planned_memory(facts, plan, packed=packed, reserve=reserve)
+    wanted = planned_memory(facts, plan, chosen(facts, plan), reserve=reserve)
     logger.info("memory of rank %d:\n%s", rank, "\n".join(wanted.lines()))
     wanted.check()
     return joining(
@@ -205,19 +204,17 @@ def chosen(facts: Facts, plan: Plan) -> Ops:
     )[0]
 
 
-def planned_memory(
-    facts: Facts, plan: Plan, *, packed: bool = False, reserve: int = 0
-) -> RankMemory:
+def planned_memory(facts: Facts, plan: Plan, ops: Ops, *, reserve: int = 0) -> RankMemory:
     """What the fullest rank will hold, against what its device has.
 
-    `packed`: experts stay as the checkpoint packs them; else they become values. `reserve` is kept
-    for steps and graphs.
+    The body of `ops` for experts says whether they stay as the checkpoint packs them, become FP8,
+    or values. `reserve` is kept for steps and graphs.
     """
     dtype, mesh = plan.settings.model.dtype, plan.mesh
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype {dtype!r} is unknown; use one of {', '.join(ITEM_BYTES)}")
     return rank_memory(
-        facts.spec if packed else dataclasses.replace(facts.spec, quantization=None),
+        dataclasses.replace(facts.spec, quantization=_held(ops, facts.spec.quantization)),
         dtype,
         tensor=mesh.tensor,
         data=mesh.data,
@@ -230,6 +227,14 @@ def planned_memory(
         reserve=reserve,
         available=device_memory(facts.device),
     )
+
+
+def _held(ops: Ops, quantization: str | None) -> str | None:
+    """How experts lie in memory: None where they are values of the model's dtype."""
+    if not takes_packed(ops):
+        return None
+    held: str | None = getattr(ops.experts, "held", quantization)
+    return held
 
 
 def device_memory(device: torch.device) -> int:

@@ -3,12 +3,17 @@
 # ruff: noqa: I001 - the support module settles how kernels run, so it comes before them.
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.triton_ops import DEVICE, GPU, off_by, randn
 
+from common.config.checkpoint import parse_spec
+from common.config.geometry import expert_bytes
+from common.config.release import RELEASE
 from common.errors import BackendUnsupported
 from common.ops import moe, quant
 from common.ops.act import Activation
@@ -81,6 +86,16 @@ def test_fp8_experts_are_the_experts_up_to_rounding(activation, is_masked: bool)
     experts = Fp8Experts(Slow())
     out = experts(x, ids, weights, to_fp8(stack), activation, None, is_masked=is_masked)
     assert off_by(out, moe.experts(x, ids, weights, stack, activation, None)) < BOUND
+
+
+def test_fp8_experts_take_the_memory_that_is_planned_for_them() -> None:
+    spec = parse_spec(RELEASE)
+    moe_spec = dataclasses.replace(spec.text.moe, width=128, latent=256)
+    text = dataclasses.replace(spec.text, moe=moe_spec)
+    spec = dataclasses.replace(spec, text=text, quantization=Fp8Experts(Slow()).held)
+    held = to_fp8(packed(5, 128, 256))
+    tensors = (held.w13, held.w2, held.w13_scale, held.w2_scale)
+    assert sum(t.nbytes for t in tensors if t is not None) == 5 * expert_bytes(spec, "bfloat16")
 
 
 def test_weights_of_powers_of_two_survive_fp8() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -16,6 +17,7 @@ from common.model.batch import Share, StepBatch
 from common.ops.table import REFERENCE
 from common.runtime import graphs, part
 from common.runtime.graphs import GraphedModel, buckets, check_memory, graph_bytes, width_of
+from common.runtime.loaded import load_facts
 from common.runtime.recorder import Eager
 from tests.support.golden import NANO
 from tests.support.models import Loaded, Request, allocate, chunks, load, pages_for, steps
@@ -110,6 +112,24 @@ def test_a_replicas_memory_is_judged_with_its_graphs_before_it_is_taken(monkeypa
     monkeypatch.setattr(part, "device_memory", lambda device: 1)
     check_memory(Settings(model=ModelSettings(path=str(NANO))))  # a host's is not judged
     check_memory(Settings(model=model, decode=DecodeSettings(tensor=2)))  # ranks judge their own
+
+
+@pytest.mark.parametrize(
+    ("body", "held"), [("definition", 2.0), ("packed", 0.53125), ("fp8", 1.0 + 4 / 128**2)]
+)
+def test_a_plan_counts_experts_as_their_body_holds_them(body, held) -> None:
+    class Packed: ...
+
+    class Fp8:
+        held = "fp8"
+
+    experts = {"definition": REFERENCE.experts, "packed": Packed(), "fp8": Fp8()}[body]
+    ops = dataclasses.replace(REFERENCE, experts=experts)
+    settings = Settings(model=ModelSettings(path=str(NANO), dtype="bfloat16"))
+    facts = dataclasses.replace(load_facts(settings), spec=parse_spec(RELEASE))
+    planned = part.planned_memory(facts, part.Plan.of(settings, "decode"), ops)
+    values = 92 * 896 * 3 * 3072 * 3584
+    assert planned.experts == pytest.approx(held * values, rel=1e-9)
 
 
 def test_a_step_has_room_for_a_context_beyond_the_checkpoints() -> None:

@@ -118,3 +118,15 @@ def test_the_page_shows_parts_with_their_launches() -> None:
     }  # fmt: skip
     shown = render([line])
     assert "| batch 8, context 8192 | router | 5.0 | 10.0 | 0.50 | 6 |" in shown
+
+
+def test_a_column_that_was_renamed_holds_its_old_lines_and_the_new_ones_win() -> None:
+    def line(who: str, each: int, us: float) -> dict[str, object]:
+        timing = {"us": us, "floor_us": 5.0, "of_floor": 5.0 / us}
+        return {"op": "experts", "case": {"each": each}, "who": who, "machine": {}, **timing}
+
+    old, new = "body, two products", "bf16 unit, two products"
+    shown = render([line(old, 1, 20.0), line(old, 4, 25.0), line(new, 1, 10.0)])
+    assert f"| case | floor | {new} |" in shown
+    assert "| each 1 | 5.0 | 10.0 (0.50) |" in shown
+    assert "| each 4 | 5.0 | 25.0 (0.20) |" in shown

@@ -134,6 +134,8 @@ def _rounded(weights: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
 class Fp8Experts:
     """`common.ops.moe.experts` over stacks that `to_fp8` made; `tile` has no meaning here."""
 
+    held = "fp8"  # what becomes of the experts in memory, whatever the checkpoint has
+
     def __init__(self, products: Products) -> None:
         """Bind the grouped products."""
         self._products = products
