@@ -37,6 +37,7 @@ from tests.support.questions import arguments, referenced
 from tests.support.relay import Relay, with_processes
 from tests.support.scenes import as_sent
 
+BEGIN = time.perf_counter()
 AT_ONCE = 16
 SURE = {"float32": 0.1, "bfloat16": 1.0}  # least lead in logits that the width must hold
 CASES = [json.loads(line) for line in NANO_EVAL.read_text().splitlines()]
@@ -48,7 +49,12 @@ def keep(check: str, **facts: Any) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
     with (RESULTS / "device_rooms.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
-    print(check, json.dumps(facts), flush=True)
+    say(f"{check} {json.dumps(facts)}")
+
+
+def say(what: str) -> None:
+    """Print when it was, in seconds since the start."""
+    print(f"{time.perf_counter() - BEGIN:6.1f} s {what}", flush=True)
 
 
 async def order(desk: Desk, case: dict[str, Any], number: int) -> tuple[Task, bool]:
@@ -142,6 +148,7 @@ async def losses(relay: Relay, orders: Path, dtype: str) -> None:
             except HandoffRefused as refused:
                 found = refused.part
             named[f"{kind} at {side}"] = found if found != part else "refused"
+            say(f"{kind} at {side}: {named[f'{kind} at {side}']}")
             await relay.nothing_left()
     keep("losses", dtype=dtype, devices=torch.cuda.device_count(), **named)
 
@@ -156,12 +163,14 @@ async def check(device: str, decode_device: str, dtype: str, folder: Path) -> No
     own = tables | {"model": tables["model"] | {"device": decode_device}}
     decode_path = write_settings(folder / f"{dtype}-decode.toml", own)
     async with with_processes(path, encoder=1, decode_path=decode_path) as relay:
+        say(f"the rooms are up, {dtype}")
         await questions(relay, settings, dtype)
         await cancels(relay, dtype)
     orders = folder / f"{dtype}-harm.json"
     tell(orders, 0)
     harmed = with_processes(path, encoder=1, decode_path=decode_path, harm=orders)
     async with harmed as relay:
+        say(f"the rooms that change bytes are up, {dtype}")
         await losses(relay, orders, dtype)
 
 

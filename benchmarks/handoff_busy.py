@@ -4,9 +4,10 @@
     python -m benchmarks.handoff_busy layers [--devices 1|2]
 
 `steps`: the receiver runs the decode step of a four-layer slice as a CUDA graph, over and over,
-while 1 to 8 hand-offs at once land in its pools and are verified; the producer is idle, or
-multiplies matrices. How long hand-offs take, and how much steps slow down. On one device the two
-processes share it by turns, so that only the idle producer's figures say something about two.
+while 1 to 8 hand-offs at once land in its pools and are verified, without a pause or 20 times a
+second; the producer is idle, or multiplies matrices. How long hand-offs take, and how much steps
+slow down, as a mean. On one device the two processes share it by turns, so that only the idle
+producer's figures say something about two.
 
 `layers`: the producer computes the last chunk of a prompt through all 93 layers (those of the slice
 over and over) and says when each group of layers is final; the receiver READs and digests the group
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import statistics
 import threading
 import time
@@ -53,6 +55,7 @@ from common.transfer.receiver import Receiver
 
 TOKENS, LAST = 8192, 2048
 AT_ONCE = (1, 2, 4, 8)
+PAUSES_S = (0.0, 0.05)  # between one hand-off's end and the next's beginning
 ROUNDS, STEPS = 5, 40
 WARM, RUNS = 1, 5  # of whole prompts
 BEFORE = (TOKENS - LAST) // 64  # pages of earlier chunks
@@ -131,6 +134,7 @@ class Landings:
         self.seconds.append(time.perf_counter() - begin)
 
     def keep_landing(self, threads: ThreadPoolExecutor, count: int, pause_s: float) -> None:
+        self.some(threads, count)
         while not self._over.wait(pause_s):
             self.some(threads, count)
 
@@ -152,6 +156,7 @@ def steps(side: Side, step: Step, count: int) -> list[float]:
 def while_steps_run(side: Side, peer: Endpoint, pipe: Connection, batch: int) -> None:
     pipe.send("sign")
     signed = pipe.recv()
+    print("signed; capturing the step", flush=True)
     step = decode_step(side, batch, 8192)
     steps(side, step, 5)
     with ThreadPoolExecutor(max(AT_ONCE)) as threads:
@@ -159,9 +164,9 @@ def while_steps_run(side: Side, peer: Endpoint, pipe: Connection, batch: int) ->
             if producer == "computes":
                 pipe.send("compute")
                 pipe.recv()
-            for count in AT_ONCE:
+            for count, pause_s in itertools.product(AT_ONCE, PAUSES_S):
                 case = {"what": "steps", "at_once": count, "producer": producer, "batch": batch}
-                one_case(side, peer, signed, step, threads, case)
+                one_case(side, peer, signed, step, threads, case | {"pause_s": pause_s})
     pipe.send("sign")  # ends its computing
     pipe.recv()
 
@@ -186,24 +191,33 @@ def one_case(
         alone += quiet.seconds
         resting += steps(side, step, STEPS)
         landing = Landings(side, peer, signed)
-        beside = threading.Thread(target=landing.keep_landing, args=(threads, case["at_once"], 0.0))
+        beside = threading.Thread(
+            target=landing.keep_landing, args=(threads, case["at_once"], case["pause_s"])
+        )
         beside.start()
         busy += steps(side, step, STEPS)
         landing.stop()
         beside.join()
         during += landing.seconds
-    slower = statistics.median(busy) / statistics.median(resting) - 1
+    slower = statistics.mean(busy) / statistics.mean(resting) - 1
     for name, seconds in (
         ("hand-off alone", alone),
         ("hand-off during steps", during),
         ("step alone", resting),
         ("step during hand-offs", busy),
     ):
-        keep("handoff", case | {"figure": name}, summary(seconds))
-        print(
-            f"producer {case['producer']:9} x{case['at_once']} {name:22} {told(summary(seconds))}"
+        keep(
+            "handoff",
+            case | {"figure": name},
+            summary(seconds),
+            mean=round(statistics.mean(seconds), 7),
         )
-    print(f"   steps are {slower * 100:.1f} % slower", flush=True)
+        print(f"{name:22} {told(summary(seconds))}")
+    print(
+        f"producer {case['producer']}, {case['at_once']} at once, pauses of {case['pause_s']:g} s: "
+        f"{len(during)} landed in {sum(busy):.2f} s, steps are {slower * 100:.1f} % slower",
+        flush=True,
+    )
 
 
 # --- layers pulled while the last chunk computes

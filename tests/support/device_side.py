@@ -12,6 +12,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -30,6 +32,7 @@ from tests.support.processes import ROOT
 from tests.support.wire import SPEC, endpoint
 
 SLOTS, SLOT, OTHER = 3, 1, 2
+PATIENCE_S = 60.0  # for one answer, a start included
 
 
 def shape_of(device: str) -> TextSpec:
@@ -124,7 +127,8 @@ class Served:
         step: Callable[[], None] = eager
         if self.device.type == "cuda":
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # The agent's progress thread may speak to the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 eager()
             step = graph.replay
         step()
@@ -163,7 +167,7 @@ def main() -> None:
 
 
 class Other:
-    """The handle of such a process."""
+    """The handle of such a process; prints what it is told and what it answers, and when."""
 
     def __init__(self, name: str, epoch: int, device: str, tokens: int, transports: str) -> None:
         command = [sys.executable, "-m", "tests.support.device_side", name, str(epoch), device]
@@ -176,6 +180,7 @@ class Other:
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
         self._place: str | None = None
+        self._name, self._begin = f"{name}-{epoch}", time.monotonic()
 
     @property
     def place(self) -> str:
@@ -190,25 +195,43 @@ class Other:
 
     def tell(self, *words: object) -> None:
         assert self.place and self._process.stdin is not None
+        self._log(f"told to {words[0]}")
         self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
 
     def hear(self) -> object:
+        """Its next answer.
+
+        Raises:
+            AssertionError: it ended, or said nothing for `PATIENCE_S` and was killed.
+        """
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("> "):
-                return json.loads(line[2:])
-        raise AssertionError(f"the process ended with {self._process.wait()}")
+        late = threading.Timer(PATIENCE_S, self._process.kill)
+        late.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("> "):
+                    self._log(f"answers {line[2:].strip()[:80]}")
+                    return json.loads(line[2:])
+        finally:
+            late.cancel()
+        told = f"{self._name} ended with {self._process.wait()}"
+        raise AssertionError(f"{told}; it has {PATIENCE_S:.0f} s for an answer")
 
     def kill(self) -> None:
+        self._log("killed")
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        self.kill()
+        if self._process.poll() is None:
+            self.kill()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()
+
+    def _log(self, what: str) -> None:
+        print(f"{time.monotonic() - self._begin:7.2f} s {self._name}: {what}", flush=True)
 
 
 if __name__ == "__main__":
