@@ -36,7 +36,7 @@ from router.switchboard import SeatTable
 FAREWELL_S = 2.0  # after the drain time, for error events on their way to their readers
 DISCOVER_S = 1.0  # between two attempts to make Serve tell of the rooms
 SETTLE_S = 60.0  # a new replica listens when it is ready, at the latest after so long
-WATCH_S = 0.5  # between two looks at the scaling policy's decisions
+WATCH_S = 0.2  # between two looks at what is decided for all routers
 
 _log = logging.getLogger("baton.router")
 
@@ -82,6 +82,10 @@ class Router:
         if settle_s:
             await self.readiness.wait(settle_s)
         await self.public.start()
+
+    def turn_away(self) -> None:
+        """The whole service stops: refuse who comes from now on; what runs goes on."""
+        self.readiness.is_draining = self.readiness.is_closing = True
 
     async def stop(self) -> None:
         """Drain: not ready from now on, running requests may end, then everything is let go.
@@ -178,10 +182,15 @@ class RouterReplica:
                     await asyncio.sleep(DISCOVER_S)
 
     async def _watch_scaling(self) -> None:
-        """Show what the policy decides, and wake a room that sleeps: a call by handle waits."""
+        """Show what the policy decides, wake a room that sleeps (a call by handle waits), and
+        refuse who comes when the whole service ends, which Serve says two seconds later.
+        """
         house, calls = self._router.house, set[asyncio.Task[None]]()
         while True:
-            house.decisions.take(await asyncio.to_thread(decisions.read), house.tally)
+            decided, closing = await asyncio.to_thread(decisions.read)
+            house.decisions.take(decided, house.tally)
+            if closing:
+                self._router.turn_away()
             for room in house.missing & self._rooms.keys() - {call.get_name() for call in calls}:
                 call = asyncio.create_task(self._call(room), name=room)
                 calls.add(call)

@@ -1,4 +1,4 @@
-"""The last decisions of the scaling policy, as this router shows them.
+"""The last decisions of the scaling policy, as this router shows them, and whether all ends.
 
 `read` asks Ray's key-value store, which only a process of a Ray cluster has; the rest is plain.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from common.contract.scaling import KEY, NAMESPACE
+from common.contract.scaling import CLOSING, KEY, NAMESPACE
 from common.observe.metrics import Tally
 
 
@@ -37,11 +37,12 @@ class Decisions:
             self._moves[stage] = moves
 
 
-def read() -> bytes | None:
-    """Blocks for about a millisecond."""
+def read() -> tuple[bytes | None, bool]:
+    """What the policy said last, and whether the service ends; blocks for some milliseconds."""
     from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_initialized
 
     if not _internal_kv_initialized():  # type: ignore[no-untyped-call]
-        return None
+        return None, False
+    closing = _internal_kv_get(CLOSING, namespace=NAMESPACE) is not None
     found: bytes | None = _internal_kv_get(KEY, namespace=NAMESPACE)
-    return found
+    return found, closing

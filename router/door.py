@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from common.config.settings import ServerSettings
-from common.errors import RateLimited, ServingError, Unauthorized
+from common.errors import NotReady, RateLimited, ServingError, Unauthorized
 from common.observe.logs import client_id, request_id, trace_id
 from common.observe.metrics import Tally
 from common.observe.otlp import Spans, fail, traceparent
@@ -54,9 +54,13 @@ class Door:
         access: Access,
         tally: Tally,
         spans: Spans | None = None,
+        closing: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`settings` gives the limits, `access` knows the keys; without `spans` none are made."""
-        self._app, self._settings = app, settings
+        """`settings` gives the limits, `access` knows the keys; without `spans` none are made.
+
+        While `closing()`, only who watches the process is answered.
+        """
+        self._app, self._settings, self._closing = app, settings, closing
         self._access, self._tally, self._spans = access, tally, spans
 
     async def __call__(self, scope: Message, receive: Any, send: Send) -> None:
@@ -95,6 +99,8 @@ class Door:
             if scope["path"] in OPEN_PATHS:
                 await self._app(scope, receive, answer)
                 return
+            if self._closing():
+                raise NotReady("this server is stopping")
             headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
             key = key_of(headers.get(b"authorization", ""), headers.get(b"x-api-key", ""))
             with self._access.admit(key) as tenant:

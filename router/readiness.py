@@ -58,6 +58,7 @@ class Readiness:
         length = min(PROMPT_TOKENS, max(1, context - ANSWER_TOKENS))
         self.prompt = tuple(range(1, length + 1))
         self.is_draining = False
+        self.is_closing = False  # nobody takes its place: who comes now is told so
         self._numbers = itertools.count(1)
         self._probed_at: dict[Pair, float] = {}
         self._running: dict[Pair, asyncio.Task[None]] = {}

@@ -63,7 +63,8 @@ def public_app(desk: Desk, house: House, readiness: Readiness) -> Any:
     )
     app.router.redirect_slashes = False
     server = desk.settings.server
-    door = Door(app, server, Access(desk.settings.access), house.tally, house.spans)
+    access = Access(desk.settings.access)
+    door = Door(app, server, access, house.tally, house.spans, lambda: readiness.is_closing)
     if not server.cors_origins:
         return door
     # Around the door: a browser asks whether it may before it shows a key.

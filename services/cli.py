@@ -91,6 +91,7 @@ def run_server(settings: Settings) -> int:
     from ray import serve
 
     from services.app import deploy, shut_down
+    from services.kept import tell_routers_to_close
 
     started = time.monotonic()
     ray.init(
@@ -110,6 +111,7 @@ def run_server(settings: Settings) -> int:
             print(f"Baton serves {settings.model.name} at {url} (ready after {seconds:.0f} s)")
             sys.stdout.flush()
             stopping.wait()
+            tell_routers_to_close()
     finally:
         shut_down(settings.server.drain_s + GOODBYE_S, hurry)
         ray.shutdown()

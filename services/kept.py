@@ -14,10 +14,15 @@ from typing import Any
 
 from ray.experimental import internal_kv
 
-from common.contract.scaling import NAMESPACE
+from common.contract.scaling import CLOSING, NAMESPACE
 from common.errors import ConfigError
 
 SECRET = b"secret"  # its key in the store
+
+
+def tell_routers_to_close() -> None:
+    """Have every router refuse new requests soon, before Serve tells them to end."""
+    internal_kv._internal_kv_put(CLOSING, b"1", namespace=NAMESPACE)
 
 
 def room_secret() -> str:

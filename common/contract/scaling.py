@@ -10,4 +10,5 @@
 from __future__ import annotations
 
 KEY, NAMESPACE = b"scaling", b"baton"
+CLOSING = b"closing"  # beside it: there once the whole service ends
 KEPT = 20  # changes

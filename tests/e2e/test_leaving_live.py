@@ -1,6 +1,7 @@
 """Ctrl-C in mid-stream, at the whole process group, as a terminal sends it.
 
-A stream that can end within the drain time ends as ever; one that cannot is told so.
+A stream that can end within the drain time ends as ever; one that cannot is told so, and so is who
+comes now.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tests.support.serving import serving
 
 pytestmark = pytest.mark.slow
 NANO = {"path": str(ROOT / "checkpoints/nano")}
+LATE = {"prompt": "seven", "max_tokens": 1, "stream": False}
 ASK = {"model": "nano-k3", "stream": True, "ignore_eos": True, "temperature": 0}
 
 
@@ -90,6 +92,9 @@ def test_ctrl_c_lets_streams_end_within_the_drain_time_and_tells_longer_ones(tmp
         readers.over.set()
         began = time.monotonic()
         os.killpg(server.pid, signal.SIGINT)
+        while (late := httpx.post(server.url + bodies[0][0], json=ASK | LATE)).status_code == 200:
+            assert time.monotonic() - began < 10
+        assert (late.status_code, late.headers["Retry-After"]) == (503, "2")
         readers.leave()
         took_s = time.monotonic() - began
         (short,) = [told for at, told in readers.told if at == 0]

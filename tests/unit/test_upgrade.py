@@ -38,6 +38,22 @@ async def test_a_leaving_router_answers_who_reaches_it_and_tells_load_balancers_
         assert (await here.chat()).status_code == 200
 
 
+async def test_a_router_without_a_successor_refuses_who_comes_and_finishes_what_runs():
+    async with site() as here:
+        here.world.step_s = 0.02
+        running = asyncio.create_task(here.chat(max_tokens=20))
+        while not here.router.house.running:
+            await asyncio.sleep(0.005)
+        here.router.turn_away()
+        late = await here.chat()
+        assert (late.status_code, late.headers["Retry-After"]) == (503, "2")
+        assert late.json()["error"]["code"] == "not_ready"
+        assert (await here.http.get("/v1/models")).status_code == 503
+        assert (await here.http.get("/health")).status_code == 200
+        assert (await here.http.get("/ready")).status_code == 503
+        assert (await running).status_code == 200
+
+
 async def test_who_connected_before_a_router_left_may_still_ask():
     async with site() as here:
         reader, writer = await asyncio.open_connection("127.0.0.1", here.router.public.port)
