@@ -14,14 +14,17 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Connection
 
 import torch
 
 from benchmarks.handoff_sides import (
+    Clock,
     Side,
     devices_of,
     ended,
+    ignored,
     keep,
     never,
     other_process,
@@ -34,6 +37,7 @@ from common.cache.mla_pool import pages_of
 from common.config.spec import ModelSpec
 from common.contract.messages import Endpoint
 from common.contract.regions import Span
+from common.ops.digest import Signature
 from common.runtime.landing import Landing
 from common.runtime.place import Place
 from common.transfer.digest import digest_latents, digest_slot
@@ -45,7 +49,8 @@ RUNS, WARM = 15, 3
 SLOW_S = 0.1
 SIZES = (1024, 8192, 65536)
 AT_ONCE = (1, 2, 4, 8)
-PIECES_MB = (32, 64, 128, 256)
+PIECES_MB = (64, 128, 256, 384, 512)
+STAGED_MB = (256, 1 << 20)
 Way = Callable[[], object]
 
 
@@ -105,12 +110,49 @@ class Bench:
             pipe.send(("sign", self.place))
             self.signed, self.sign_s = pipe.recv()
 
-    def verified(self, piece_bytes: int) -> None:
-        """As a decode room takes a hand-off in."""
+    def verified(self, piece_bytes: int, at: Callable[[str], None] = ignored) -> None:
+        """As a decode room takes a hand-off in; tells `at` what was just done."""
         landing = Landing(self.side.memory, self.place, piece_bytes=piece_bytes)
         pieces = landing.pieces([(self.peer, self.pairs)])
-        self.receiver.fetch_all(pieces, 30.0, never, lambda: None, landing.landed)
-        self.receiver.verify(self.signed, landing.signature)
+        at("planned")
+
+        def posted() -> None:
+            at("first pieces posted")
+            landing.prepare()
+            at("digests prepared")
+
+        def landed(number: int) -> None:
+            at("last piece waited for")
+            landing.landed(number)
+            at("its digest launched")
+
+        def signature() -> Signature:
+            found = landing.signature()
+            at("sums brought")
+            return found
+
+        self.receiver.fetch_all(pieces, 30.0, never, lambda: None, landed, posted)
+        at("READ ended")
+        self.receiver.verify(self.signed, signature)
+        at("compared")
+
+    def stages(self, piece_bytes: int) -> None:
+        """Where the time goes: medians of what each step of `verified` took."""
+        took: dict[str, list[float]] = {}
+        for _ in range(WARM + 2 * RUNS):
+            clock = Clock()
+            self.verified(piece_bytes, clock)
+            steps = list(clock.last.items())
+            for (_, before), (what, after) in pairwise(steps):
+                took.setdefault(what, []).append(after - before)
+            took.setdefault("all of it", []).append(steps[-1][1] - steps[0][1])
+            self.side.settle()
+        size = piece_bytes >> 20
+        for what, seconds in took.items():
+            timing = summary(seconds[WARM:])
+            case = {"tokens": self.tokens, "at_once": 1, "piece_mib": size, "stage": what}
+            keep("handoff", case, timing, bytes=self.moved)
+            print(f"{self.tokens:6} pieces of {size} MiB: {what:22} {told(timing)}", flush=True)
 
     def in_pieces(self, piece_bytes: int) -> None:
         """The same READs, nothing verified."""
@@ -199,6 +241,8 @@ class Bench:
                 f"{timing.p50 / best:5.2f} of the best single span",
                 flush=True,
             )
+        for size in STAGED_MB:
+            self.stages(size << 20)
         print(f"{self.tokens:6} signed in {self.sign_s * 1e3:.3f} ms by the producer", flush=True)
 
 

@@ -124,7 +124,7 @@ class Landings:
         where = place(number, TOKENS)
         landing, spans = Landing(self.side.memory, where), self.side.spans(where)
         pieces = landing.pieces([(self.peer, pair_spans(spans, spans))])
-        self.receiver.fetch_all(pieces, 30.0, never, lambda: None, landing.landed)
+        self.receiver.fetch_all(pieces, 30.0, never, lambda: None, landing.landed, landing.prepare)
         self.receiver.verify(self.signed[number], landing.signature)
 
     def some(self, threads: ThreadPoolExecutor, count: int) -> None:
@@ -410,7 +410,9 @@ class Puller:
             signed, done, took = pipe.recv()
             landing = Landing(self.side.memory, self.where)
             pieces = landing.pieces(sources)
-            self.receiver.fetch_all(pieces, 30.0, never, lambda: None, landing.landed)
+            self.receiver.fetch_all(
+                pieces, 30.0, never, lambda: None, landing.landed, landing.prepare
+            )
         self.receiver.verify(signed, landing.signature)
         return time.monotonic() - done, took, {"last_group_s": late}
 

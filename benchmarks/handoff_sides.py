@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -145,6 +146,20 @@ def keep(file: str, case: dict[str, Any], timing: Timing, **more: Any) -> None:
 def told(timing: Timing) -> str:
     """A median and its spread, in milliseconds."""
     return f"{timing.p50 * 1e3:8.3f} ms ({timing.p05 * 1e3:.3f}-{timing.p95 * 1e3:.3f})"
+
+
+class Clock:
+    """When each step was last done."""
+
+    def __init__(self) -> None:
+        self.last = {"": time.perf_counter()}
+
+    def __call__(self, what: str) -> None:
+        self.last[what] = time.perf_counter()
+
+
+def ignored(_: str) -> None:
+    """Nobody asks when."""
 
 
 def ended(reads: Sequence[Any]) -> None:

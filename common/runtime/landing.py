@@ -1,7 +1,8 @@
 """Landing: a request's memory while a READ fills it, piece by piece, and its digests as they land.
 
 A piece is digested as soon as it is here, on a stream of its own, while the next ones are on their
-way; the sums of the pieces are those of the whole. What they add up to is read once, at the end,
+way; the sums of the pieces are those of the whole. All that a digest needs is made ready while the
+first piece travels, so that a piece costs one launch. What they add up to is read once, at the end,
 and nothing may be used before it was compared with the seal.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -21,7 +22,7 @@ from common.runtime.memory import TextMemory
 from common.runtime.place import Place, cut
 from common.transfer.link import Pair, Source, part_of
 
-PIECE_BYTES = 256 << 20  # less, and looking after them takes the host longer than they travel
+PIECE_BYTES = 512 << 20  # less, and looking after them takes the host longer than they travel
 
 
 class Landing:
@@ -34,7 +35,8 @@ class Landing:
         self._cuts = cut(self._stretches, piece_bytes)
         device = memory.latents.pages.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._summing: Summing | None = None  # made when the first piece is here
+        self._summing: Summing | None = None  # made by `prepare`
+        self._adds: list[Callable[[], None]] = []
 
     def pieces(self, sources: Sequence[Source]) -> list[list[Source]]:
         """Cut what is READ of each peer at the borders of the pieces.
@@ -59,26 +61,37 @@ class Landing:
                 found[number].append((peer, own))
         return found
 
+    def prepare(self) -> None:
+        """Make every piece's digest ready; best while the first one travels."""
+        self._sums()
+
     def landed(self, number: int) -> None:
         """Digest a piece that has arrived; on a device this returns before it is."""
-        at = list(accumulate((len(stretch.names) for stretch in self._stretches), initial=0))
-        rows = [
-            row
-            for which, low, high in self._cuts[number]
-            for row in self._stretches[which].rows(low, high, at[which])
-        ]
+        self._sums()
         with self._beside():
-            self._sums().add(rows)
+            self._adds[number]()
 
     def signature(self) -> Signature:
         """Clear what lies behind the last token, and say what all pieces add up to."""
+        summing = self._sums()
         with self._beside():
             self._memory.latents.zero_rest(self._place.pages, self._place.tokens)
-            return self._sums().signature()
+            return summing.signature()
 
     def _sums(self) -> Summing:
         if self._summing is None:
-            self._summing = self._memory.summing(self._stretches)
+            at = list(accumulate((len(stretch.names) for stretch in self._stretches), initial=0))
+            pieces = [
+                [
+                    row
+                    for which, low, high in cuts
+                    for row in self._stretches[which].rows(low, high, at[which])
+                ]
+                for cuts in self._cuts
+            ]
+            with self._beside():
+                self._summing = self._memory.summing(self._stretches)
+                self._adds = self._summing.plan(pieces)
         return self._summing
 
     @contextmanager

@@ -149,6 +149,7 @@ class Rank:
                 lambda: number in self._abandoned,
                 let_go,
                 landing.landed,
+                landing.prepare,
             )
         except ServingError as error:
             self._tell_quarantine()  # before the leader takes the request's next attempt in

@@ -29,11 +29,12 @@ class MeasuredReceiver(Receiver):
         cancelled: Callable[[], bool],
         on_free: Callable[[], None],
         landed: Callable[[int], None] | None = None,
+        posted: Callable[[], None] | None = None,
     ) -> None:
         """As `Receiver.fetch_all`; a READ that did not complete counts as an error, by its code."""
         started = time.perf_counter()
         try:
-            super().fetch_all(pieces, deadline_s, cancelled, on_free, landed)
+            super().fetch_all(pieces, deadline_s, cancelled, on_free, landed, posted)
         except ServingError as error:
             self._tally.add("baton_transfer_errors_total", code=error.code)
             if isinstance(error, TransferError) and error.library:

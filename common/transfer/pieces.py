@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from common.errors import TransferError
 from common.transfer.link import Read, Source
@@ -25,6 +26,7 @@ class PiecedRead:
         post: Callable[[Sequence[Source]], Read],
         pieces: Sequence[Sequence[Source]],
         landed: Callable[[int], None] | None,
+        posted: Callable[[], None] | None = None,
     ) -> None:
         """Post the first pieces.
 
@@ -32,11 +34,13 @@ class PiecedRead:
             post: posts one piece.
             pieces: what each READs of which peers.
             landed: called with a piece's number when its bytes are here, in order of arrival.
+            posted: called by the first poll: what can be done while the first pieces travel.
 
         Raises:
             TransferError: the first piece was refused, so that nothing is in progress.
         """
         self._post, self._landed, self._count = post, landed, len(pieces)
+        self._posted = posted
         self._waiting = deque(enumerate(pieces))
         self._open: list[tuple[int, Read]] = []
         self._failure: Exception | None = None
@@ -45,7 +49,10 @@ class PiecedRead:
             raise self._failure
 
     def poll(self) -> bool:
-        """See `Read`; an error of `landed` counts as the READ's and is raised at its end."""
+        """See `Read`; an error of `posted` or `landed` is the READ's and raised at its end."""
+        posted, self._posted = self._posted, None
+        if posted is not None:
+            self._tell(posted)
         for piece in list(self._open):
             number, read = piece
             try:
@@ -66,7 +73,7 @@ class PiecedRead:
     def give_up(self) -> None:
         """Post no more pieces and show none; those in flight go on."""
         self._waiting.clear()
-        self._landed = None
+        self._landed = self._posted = None
 
     def release(self) -> None:
         """See `Read`."""
@@ -82,10 +89,12 @@ class PiecedRead:
                 self._fail(number, failure)
 
     def _show(self, number: int) -> None:
-        if self._landed is None or self._failure is not None:
-            return
+        if self._landed is not None and self._failure is None:
+            self._tell(partial(self._landed, number))
+
+    def _tell(self, whom: Callable[[], None]) -> None:
         try:
-            self._landed(number)
+            whom()
         except Exception as fault:  # pieces may be in progress: it waits for their end
             self._waiting.clear()
             self._failure = fault

@@ -31,8 +31,10 @@ from common.transfer.verify import (
 )
 
 _NONCES_KEPT_S = 20 * RULES.lease_s  # an owner has long forgotten such a ticket
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 2e-3
+# A sleep takes 0.07 ms and more however short it is meant to be: too late for a READ on one host.
+_AWAKE_S = 2e-3
 _PAUSE_SHARE = 1 / 32  # of the time a READ has taken: how late its end may be noticed
+_LONGEST_PAUSE_S = 2e-3
 _OBJECTIONS = {
     "epoch": "its producer was started anew since it was made",
     "nonce": "it was taken before",
@@ -150,6 +152,7 @@ class Receiver:
         cancelled: Callable[[], bool],
         on_free: Callable[[], None],
         landed: Callable[[int], None] | None = None,
+        posted: Callable[[], None] | None = None,
     ) -> None:
         """READ all pairs (local, remote) of all peers and return when every byte is here.
 
@@ -163,6 +166,7 @@ class Receiver:
                 then `sweep` calls it.
             landed: called with the number of a piece when its bytes are here, while others travel;
                 its errors end the READ. Nothing may be used yet.
+            posted: called when the READ was posted; its errors end the READ too.
 
         Raises:
             TransferError: the READ was refused or failed.
@@ -170,7 +174,9 @@ class Receiver:
         """
         until = self._clock() + deadline_s
         try:
-            read = PiecedRead(lambda piece: Together().post(self._link, piece), pieces, landed)
+            read = PiecedRead(
+                lambda piece: Together().post(self._link, piece), pieces, landed, posted
+            )
         except TransferError:
             on_free()
             raise
@@ -187,8 +193,9 @@ class Receiver:
                 if late:
                     raise DeadlineExceeded(f"a READ from {named} took over {deadline_s:.1f} s")
                 raise Cancelled(f"cancelled while reading from {named}")
-            pause_s = (deadline_s - left_s) * _PAUSE_SHARE
-            time.sleep(min(max(_FIRST_PAUSE_S, pause_s), _LONGEST_PAUSE_S))
+            taken_s = deadline_s - left_s
+            if taken_s > _AWAKE_S:
+                time.sleep(min(taken_s * _PAUSE_SHARE, _LONGEST_PAUSE_S))
 
     def verify(self, signed: Mapping[str, int], measure: Callable[[], Signature]) -> None:
         """Measure what arrived and compare it with what was signed.

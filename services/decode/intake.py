@@ -144,6 +144,7 @@ class Intake:
             lambda: held.stage != "fetching",
             read_ended,
             landed,
+            landing.prepare,
         )
         return landing.signature
 

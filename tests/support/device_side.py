@@ -89,7 +89,9 @@ class Served:
         told = "verified"
         try:
             pieces = landing.pieces([(peer, pair_spans(spans, spans))])
-            self.receiver.fetch_all(pieces, 60.0, lambda: False, lambda: freed.append(1), landed)
+            self.receiver.fetch_all(
+                pieces, 60.0, lambda: False, lambda: freed.append(1), landed, landing.prepare
+            )
             self.receiver.verify(signed, landing.signature)
         except ServingError as error:
             told = error.code

@@ -55,7 +55,7 @@ class Pieced:
         self.pieces = self.landing.pieces([(self.peer, self.pairs())])
         self.receiver = Receiver(self.link, quarantine_bound=1)
         self.seen, self.freed = list[int](), list[bool]()
-        self.landed = self._landed
+        self.landed, self.posted = self._landed, self.landing.prepare
 
     def _room(self, name: str, link: LocalLink) -> tuple[TextMemory, Endpoint]:
         memory = TextMemory(SPEC, slots=4, pages=10, dtype=DTYPE, device="cpu")
@@ -78,6 +78,7 @@ class Pieced:
             cancelled,
             lambda: self.freed.append(True),
             lambda number: self.landed(number),
+            lambda: self.posted(),
         )
 
     def verify(self) -> None:

@@ -174,6 +174,33 @@ def opened(world: Pieced) -> bool:
     return False
 
 
+def test_digests_are_prepared_once_while_the_first_pieces_travel():
+    world = Pieced(MANY)
+    told: list[tuple[int, int]] = []  # pieces posted and shown
+
+    def posted() -> None:
+        told.append((world.link.posted, len(world.seen)))
+        world.landing.prepare()
+
+    world.posted = posted
+    world.fetch(), world.verify()
+    assert told == [(IN_FLIGHT, 0)] and world.freed == [True]
+
+
+def test_a_fault_while_digests_are_prepared_is_raised_when_nothing_is_in_progress():
+    world = Pieced(MANY)
+    world.link.gate = 0
+
+    def posted() -> None:
+        raise ArithmeticError("a copy failed")
+
+    world.posted = posted
+    with pytest.raises(ArithmeticError, match="a copy failed"):
+        world.fetch(cancelled=lambda: opened(world))
+    assert world.seen == [] and world.freed == [True]
+    assert world.link.posted == IN_FLIGHT and world.receiver.quarantined == 0
+
+
 def test_a_fault_while_a_piece_is_looked_at_is_raised_when_nothing_is_in_progress():
     world = Pieced(MANY)
 

@@ -7,14 +7,16 @@ to the host, the only wait. Knows nothing about pools or tickets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from common.ops.digest import reference
-from common.ops.digest.reference import MASK, Signature
+from common.ops.digest.reference import Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,23 @@ class Summing:
         Raises:
             ValueError: a row is not a multiple of 4 bytes.
         """
+        self.plan([parts])[0]()
+
+    def plan(self, groups: Sequence[Sequence[Rows]]) -> list[Callable[[], None]]:
+        """What adds each group of parts when it is called, in any order; errors as of `add`.
+
+        On a device everything a launch needs is sent now, in one copy on the current stream, and a
+        call is one launch on the current stream.
+        """
         sums, bad = self._totals
         if sums.is_cuda:
             from common.ops.digest import triton
 
-            triton.add(parts, sums, bad)
-            return
+            return triton.plan(groups, sums, bad)
+        return [partial(self._add_here, parts) for parts in groups]
+
+    def _add_here(self, parts: Sequence[Rows]) -> None:
+        sums, bad = self._totals
         for part in parts:
             some = part.values if part.pages is None else part.values[list(part.pages)]
             found, finite = reference.digest_pages(some[:, :, : part.tokens], part.first)
@@ -80,8 +93,9 @@ class Summing:
 
     def signature(self) -> Signature:
         """What was added so far."""
-        sums, bad = self._totals.tolist()  # the only wait for the device
+        sums, bad = self._totals.cpu().numpy().view(np.uint64).tolist()  # the only wait
+        unsound = zip(self.names, bad, strict=True) if any(bad) else ()
         return Signature(
-            sums={name: value & MASK for name, value in zip(self.names, sums, strict=True)},
-            unsound=tuple(name for name, how in zip(self.names, bad, strict=True) if how),
+            sums=dict(zip(self.names, sums, strict=True)),
+            unsound=tuple(name for name, how in unsound if how),
         )

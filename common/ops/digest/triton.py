@@ -7,7 +7,8 @@ does stands in a table on the device, so that parts of other shapes compile noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -70,32 +71,36 @@ def digest_kernel(table_ptr, sum_ptr, bad_ptr, parts, ALIGNED: tl.constexpr, BLO
     end = tl.minimum(begin + share, rows)
     base = address.to(tl.pointer_type(tl.int32)) + place * page_stride + at
     out += page * out_pitch
-    worst = tl.zeros([BLOCK], tl.int1)
+    upper, lower = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for row in tl.range(begin, end, num_stages=4):
         words = base + row * row_stride
         if ALIGNED:
             words = tl.multiple_of(words, 16)  # loads of 16 bytes instead of 4
         word = tl.load(words, mask=live, other=0)
-        worst = worst | _unsound(word, low_bits)
+        # Zero times what is not finite is NaN, in the units that the sums leave idle.
+        upper += word.to(tl.float32, bitcast=True) * 0.0
+        lower += (word << 16).to(tl.float32, bitcast=True) * 0.0
         w = word.to(tl.uint32, bitcast=True)
-        product = w.to(tl.uint64) * low.to(tl.uint64) + ((w * high).to(tl.uint64) << 32)
-        total = tl.sum(product.to(tl.int64), 0) + ones
+        near = tl.sum(tl.reshape(w.to(tl.uint64) * low.to(tl.uint64), [BLOCK // 4, 4]), 1)
+        far = tl.sum(tl.reshape(w * high, [BLOCK // 4, 4]), 1)
+        total = tl.sum((near + (far.to(tl.uint64) << 32)).to(tl.int64), 0) + ones
         tl.atomic_add(sum_ptr + out + row, total, sem="relaxed")
-    if tl.max(worst.to(tl.int32), 0) != 0:  # rare: find out which rows
+    spoilt = (upper != upper) | ((lower != lower) & (low_bits == 0x7F80))
+    if tl.max(spoilt.to(tl.int32), 0) != 0:  # rare: find out which rows
         for row in range(begin, end):
             word = tl.load(base + row * row_stride, mask=live, other=0)
             if tl.max(_unsound(word, low_bits).to(tl.int32), 0) != 0:
                 tl.store(bad_ptr + out + row, 1)
 
 
-def add(
-    parts: Sequence[Rows], sums: Tensor, bad: Tensor, *, pitch: int = 0, block: int = 2048,
-    programs: int = 1024, num_warps: int = 4,
-) -> None:  # fmt: skip
-    """Digest parts and add them.
+def plan(
+    groups: Sequence[Sequence[Rows]], sums: Tensor, bad: Tensor, *, pitch: int = 0,
+    block: int = 2048, programs: int = 1024, num_warps: int = 4,
+) -> list[Callable[[], None]]:  # fmt: skip
+    """Send what the programs need to know, in one copy; a call then digests a group and adds it.
 
     Args:
-        parts: fp32 or bf16, on one device.
+        groups: of parts, fp32 or bf16, on one device.
         sums: int64, contiguous; row r of a part adds to place `at` + r.
         bad: int64 of the same places; set where a value is not finite.
         pitch: page p of a part adds that much further on; 0 adds all pages to the same places.
@@ -107,22 +112,31 @@ def add(
         BackendUnsupported: another dtype.
         ValueError: a row is not a multiple of 4 bytes.
     """
-    table: list[int] = []
-    listed: list[int] = []
-    begin, aligned = 0, True
-    parts = [part for part in parts if part.number and part.values.shape[1] and part.width]
-    for part in parts:
-        entry, begin, is_aligned = _entry(
-            part, begin, _FIELDS * len(parts) + len(listed), pitch, block, programs
-        )
-        aligned = aligned and is_aligned
-        table += entry
-        listed += part.pages or ()
-    if parts:
-        digest_kernel[(begin,)](
-            on_device(table + listed, sums.device), sums, bad, len(parts),
-            ALIGNED=aligned, BLOCK=block, num_warps=num_warps,
-        )  # fmt: skip
+    numbers: list[int] = []
+    found: list[tuple[int, int, int, bool]] = []  # of each group: its place, parts, programs, align
+    for group in groups:
+        parts = [part for part in group if part.number and part.values.shape[1] and part.width]
+        table: list[int] = []
+        listed: list[int] = []
+        begin, aligned = 0, True
+        for part in parts:
+            entry, begin, is_aligned = _entry(
+                part, begin, _FIELDS * len(parts) + len(listed), pitch, block, programs
+            )
+            aligned = aligned and is_aligned
+            table += entry
+            listed += part.pages or ()
+        found.append((len(numbers), len(parts), begin, aligned))
+        numbers += [*table, *listed, *[0] * (len(listed) % 2)]  # a table begins at 16 bytes
+    sent = on_device(numbers, sums.device)
+
+    def launch(at: int, parts: int, begin: int, aligned: bool) -> None:
+        if parts:
+            digest_kernel[(begin,)](
+                sent[at:], sums, bad, parts, ALIGNED=aligned, BLOCK=block, num_warps=num_warps
+            )
+
+    return [partial(launch, *group) for group in found]
 
 
 def digest_pages(values: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -140,7 +154,7 @@ def digest_listed(
 def _by_page(part: Rows) -> tuple[Tensor, Tensor]:
     shape = (2, part.number, part.values.shape[1])
     sums, bad = torch.zeros(shape, dtype=torch.int64, device=part.values.device)
-    add([part], sums, bad, pitch=shape[2])
+    plan([[part]], sums, bad, pitch=shape[2])[0]()
     return sums, bad == 0
 
 
