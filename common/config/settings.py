@@ -180,7 +180,7 @@ class DecodeSettings:
     expert: int = 1  # shares of whole experts; tensor x data spreads them over all ranks
     spread: bool = False  # between mixers a tensor rank keeps its own rows; expert = tensor x data
     spare_experts: int = 0  # places of every share for copies of popular experts
-    exchange: str = "all_to_all"  # of rows and experts: all_to_all, or direct (one host, CUDA)
+    exchange: str = "all_to_all"  # of rows and experts: or direct (one host), nixl_ep (CUDA)
     rebalance_s: float = 0.0  # between two looks at the experts' load; 0: none moves
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ The choice is made once at start; nothing is tried, and nothing falls back.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Callable
 
 import torch
 
@@ -13,10 +13,9 @@ from common.errors import BackendUnsupported
 from common.parallel.collectives import Axis
 from common.parallel.direct import open_direct
 from common.parallel.exchange import AllToAll, Exchange
+from common.parallel.nixl_ep_open import open_nixl_ep
 
-EXCHANGES = ("all_to_all", "direct", "deep_ep", "nixl_ep", "mega_moe")
-PACKAGES = {"deep_ep": "deep_ep", "nixl_ep": "nixl_ep", "mega_moe": "deep_gemm"}
-DEEP_EP_CHOICES = 11  # most of one row in DeepEP's low-latency kernels
+EXCHANGES = ("all_to_all", "direct", "nixl_ep", "deep_ep", "mega_moe")
 BLACKWELL = 10  # MegaMoE's compute capability, and SiTU's inside a fused kernel
 
 
@@ -48,27 +47,36 @@ def open_exchange(
     """
     if name == "all_to_all":
         return AllToAll(axis)
-    if name == "direct":
-        return open_direct(
+    if name in OPENERS:
+        return OPENERS[name](
             axis, rows=rows, top=top, width=width, dtype=dtype, experts=experts, device=device
         )
     if name not in EXCHANGES:
         raise BackendUnsupported(f"exchange {name!r} is unknown; use {', '.join(EXCHANGES)}")
     raise BackendUnsupported(
-        f'exchange "{name}": {_reason(name, top, device)}; set exchange = "all_to_all", or '
+        f'exchange "{name}": {_reason(name, device)}; set decode.exchange = "all_to_all", or '
         '"direct" where all ranks are on one host'
     )
 
 
-def _reason(name: str, top: int, device: torch.device) -> str:
+OPENERS: dict[str, Callable[..., Exchange]] = {"direct": open_direct, "nixl_ep": open_nixl_ep}
+
+
+def _reason(name: str, device: torch.device) -> str:
     if device.type != "cuda":
         return f"its kernels are for CUDA devices, and the model is on {device.type}"
-    if name == "mega_moe":
-        major, minor = torch.cuda.get_device_capability(device)
-        if major != BLACKWELL:
-            return f"it is for SM100 (B200, B300), and this device is SM{major}{minor}"
-    if name == "deep_ep" and top > DEEP_EP_CHOICES:
-        return f"its kernels take {DEEP_EP_CHOICES} choices a row at most, and this model has {top}"
-    if find_spec(PACKAGES[name]) is None:
-        return f"the package {PACKAGES[name]} is not installed"
-    return "it has no body in this version"
+    if name == "deep_ep":
+        return (
+            "it has no body: its package (sgl-deep-ep 0.1.2.post1) is pinned to torch 2.14.1 and "
+            "needs NCCL 2.29 or later and NVSHMEM 3, beside which it was never tried"
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != BLACKWELL:
+        return (
+            "with packed experts and SiTU it is for SM100 (B200, B300), and this device is "
+            f"SM{major}{minor}"
+        )
+    return (
+        "it has no body: its buffer wants one of torch's own process groups, which ranks here do "
+        "not make; docs/ranks.md says what a body owes"
+    )

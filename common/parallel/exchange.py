@@ -68,6 +68,13 @@ class Exchange(Protocol):
             order of ids and rounded once, so that it has the bits of a single rank's.
         """
 
+    def check(self) -> None:
+        """Look back at earlier passes, without waiting for the device; called before each pass.
+
+        Raises:
+            RoomLost: a rank fell silent in one, and what was computed since is void.
+        """
+
 
 class AllToAll:
     """The definition: one row for each (row, expert), in order of ranks, then rows, then ids."""
@@ -114,3 +121,6 @@ class AllToAll:
         for j in range(1, top):
             total = total + weights[:, j : j + 1] * chosen[:, j].float()
         return total.to(outputs.dtype)
+
+    def check(self) -> None:
+        """Nothing to look at: a collective that lacks a rank raises by itself."""

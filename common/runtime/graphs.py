@@ -27,6 +27,7 @@ from common.model.text import TextModel, reset
 from common.ops.exchange import Layout
 from common.ops.plan import Steps
 from common.ops.select import uncapturable
+from common.parallel import nixl_ep_open
 from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
@@ -201,10 +202,18 @@ def graphed(model: TextModel, memory: TextMemory, settings: Settings) -> Forward
 
 def group_reserve(plan: Plan) -> int:
     """What a rank of a decode group takes of its device beside weights and pools."""
-    if plan.exchange != "direct" or plan.settings.model.device == "cpu":
+    if plan.exchange == "all_to_all" or plan.settings.model.device == "cpu":
         return 0
     facts = load_facts(plan.settings)
     text = facts.spec.text
+    if plan.exchange == "nixl_ep":
+        return nixl_ep_open.reserve(
+            ranks=plan.mesh.expert,
+            rows=plan.rows,
+            top=text.moe.top_k,
+            width=text.moe.latent or text.hidden,
+            experts=-(-text.moe.num_experts // plan.mesh.expert) + plan.spare,
+        )
     window = Layout(
         ranks=plan.mesh.expert,
         places=plan.rows * text.moe.top_k,

@@ -77,7 +77,13 @@ class GroupModel(TextModel):
 
     @torch.inference_mode()
     def obey(self, order: Pass, memory: Memory) -> list[Tensor]:
-        """This rank's part of an ordered pass; the leader gets every lane's logits."""
+        """This rank's part of an ordered pass; the leader gets every lane's logits.
+
+        Raises:
+            RoomLost: a rank is gone, or fell silent in an earlier pass.
+        """
+        if self.mates.exchange is not None:
+            self.mates.exchange.check()
         dtype = self.weights.embed.dtype
         batch = batch_of(order, self._seat.lane, self.spec.hidden, dtype)
         if batch is None:

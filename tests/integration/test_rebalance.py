@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from common.config.loading import parse_settings
 from common.errors import ConfigError, TransferError
+from common.parallel import nixl_ep
 from router.journey import Journey
 from services.decode.room import DecodeRoom
 from tests.support.golden import NANO
@@ -120,6 +121,27 @@ async def test_ranks_that_share_a_device_answer_alike_while_experts_move(exchang
         assert await answers(line, look) == alone
         assert await answers(line) == alone
     assert sum(gain.experts for gain in gains) > 0
+
+
+@pytest.mark.gpu
+async def test_ranks_answer_alike_over_nixls_expert_parallel_kernels(skewed) -> None:
+    pytest.importorskip(nixl_ep.MODULE, reason="nixl-cu13 has no such kernels for this torch")
+    model = {"device": "cuda", "ops": "reference", "dtype": "bfloat16", "path": skewed}
+    moving = {"data": 2, "expert": 2, "spare_experts": 2, "rebalance_s": 3600.0}
+    found = {}
+    for exchange in ("all_to_all", "nixl_ep"):
+        settings = settings_of(**moving, exchange=exchange)
+        async with in_process(changed(settings, model=model)) as line:
+            (room,) = line.decodes
+            gains = []
+            room.rebalancer.least = 0
+
+            async def look(room=room, gains=gains) -> None:
+                gains.append(await asyncio.to_thread(room.rebalancer.look))
+
+            found[exchange] = await answers(line, look), await answers(line)
+            assert sum(gain.experts for gain in gains) > 0
+    assert found["nixl_ep"] == found["all_to_all"]
 
 
 async def test_an_expert_that_did_not_arrive_as_it_was_sent_is_not_used() -> None:

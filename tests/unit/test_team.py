@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, RoomLost
 from common.model import moe
 from common.model.text import TextModel
 from common.parallel.collectives import SOLO
@@ -16,6 +16,8 @@ from common.parallel.mesh import Mesh
 from common.parallel.placement import Placement, even, routes
 from common.parallel.team import Team
 from common.runtime.graphs import GraphedModel
+from common.runtime.grouped import GroupModel
+from common.runtime.orders import order_of
 from common.runtime.recorder import Eager
 from tests.support.golden import write_tiny
 from tests.support.models import Request, allocate, alone, chunks, load, steps
@@ -87,6 +89,23 @@ def test_a_recorded_step_neither_sends_nor_counts_padding(one) -> None:
     assert torch.equal(found, wanted)
     assert team.exchange.rows == 3 * layers  # of a bucket of four
     assert team.load.sum(1).tolist() == [18 * one.spec.text.moe.top_k] * layers
+
+
+def test_a_pass_begins_with_a_look_back_and_is_not_run_when_a_rank_fell_silent(one) -> None:
+    events: list[str] = []
+    team = team_of(one, events)
+
+    def silent() -> None:
+        raise RoomLost("ranks [1] did not answer")
+
+    model = GroupModel(one.spec.text, one.weights, team=team, data=SOLO)
+    memory, order = allocate(one.spec.text, slots=1, pages=1), order_of("steps", ((),))
+    model.obey(order, memory)
+    ran = len(events)
+    team.exchange.check = silent
+    with pytest.raises(RoomLost, match="did not answer"):
+        model.obey(order, memory)
+    assert ran and len(events) == ran
 
 
 def test_new_routes_are_taken_in_place() -> None:
