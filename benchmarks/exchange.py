@@ -8,9 +8,9 @@ Ranks are processes of this host. First dispatch and combine of one layer, for s
 a rank, beside what the wire would take for the bytes that leave a rank; then a layer over tensor
 ranks, its rows spread or not, the shared expert overlapped or not; then (on GPUs) a decode step
 of four layers of true width (`benchmarks.slice`), each rank a lane with its share of 896 experts,
-captured as one CUDA graph with the direct exchange inside and compared with the same step over the
-all-to-all. Prints one JSON line a case: median and spread. Times of ranks that share
-a device are no speeds: their kernels take turns.
+captured as one CUDA graph with the direct exchange or NIXL's kernels inside and compared with the
+same step over the all-to-all. Prints one JSON line a case: median and spread. Times of ranks that
+share a device are no speeds: their kernels take turns.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,14 @@ from common.parallel.choice import open_exchange
 from common.parallel.collectives import Axis, open_axes
 from common.parallel.exchange import Exchange
 from common.parallel.mesh import Mesh
+from common.parallel.nixl_ep import NixlEp
 from common.parallel.placement import even, routes
 
 EXPERTS, TOP, WIDTH = 896, 16, 3584
 WIRE = 450e9  # bytes a second out of an H200 over NVLink: its data sheet
 ROUNDS, WARM = 30, 5
-BATCHES, CONTEXT = (64, 256), 1024
+CONTEXT = 1024
+RECORDED = ("direct", "nixl_ep")  # what a captured step may hold
 
 
 class Bench:
@@ -90,7 +93,7 @@ class Bench:
         return open_exchange(name, self.axis, rows=rows, **(true | sizes), device=self.device)
 
     def run(self) -> None:
-        names = ["all_to_all", "direct"] if self.args.devices else ["all_to_all"]
+        names = ["all_to_all", *RECORDED] if self.args.devices else ["all_to_all"]
         for rows in self.args.rows:
             for name in names:
                 self.attempt(lambda name=name, rows=rows: self.exchange(name, rows))
@@ -172,12 +175,14 @@ class Bench:
         more = {"sent_bytes": sent, "wire_us": round(sent / WIRE * 1e6, 1)}
         error = (both().float() - TOP * z.float()).abs().max() / z.float().abs().max()
         more["error"] = round(float(error), 5)  # 16 equal rows added up, rounded once to bf16
-        if name == "direct":
+        if name in RECORDED:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 both()
             self.say({"what": name, "graph": True, "rows": rows}, self.time(graph.replay), **more)
         self.say({"what": name, "graph": False, "rows": rows}, self.time(both), **more)
+        if isinstance(exchange, NixlEp):
+            exchange.close()
 
     def layer(self, rows: int) -> None:
         """One layer over tensor ranks: rows spread or not, the shared expert overlapped or not."""
@@ -189,44 +194,49 @@ class Bench:
         """How far the exchanges' steps are apart, and from fp32."""
         from benchmarks.exchange_agreement import measure
 
-        for batch in BATCHES:
+        for batch in self.args.batches:
             measure(self, batch, CONTEXT)
 
     def steps(self) -> None:
-        """A decode step of the slice, as this rank's lane."""
+        """A decode step of the slice, as this rank's lane, over each exchange in turn."""
         from benchmarks.exchange_slice import Lane
 
-        for batch in BATCHES:
+        for batch in self.args.batches:
             lane = Lane(self, batch, CONTEXT)
-            wanted = lane.eager("all_to_all")
-            direct = lane.eager("direct")
-            graph, replayed = lane.captured("direct")
-            lane.fresh()
-            graph.replay()
-            self.synchronize()
-            scale = wanted.abs().max()
-            checks = {
-                "direct_off": round(float((direct - wanted).abs().max() / scale), 5),
-                "graph_off": round(float((replayed - wanted).abs().max() / scale), 5),
-                "finite": bool(replayed.isfinite().all()),
-            }
             case = {"what": "decode step", "batch": batch, "context": CONTEXT}
-            self.say(
-                {**case, "exchange": "direct", "graph": True}, self.time(graph.replay, 20), **checks
-            )
-            for name in ("direct", "all_to_all"):
-                call = lane.call(name)
-                self.say({**case, "exchange": name, "graph": False}, self.time(call, 10))
-            del lane, graph
-            torch.cuda.empty_cache()
+            call = lane.call("all_to_all")
+            wanted = lane.eager("all_to_all")
+            self.say({**case, "exchange": "all_to_all", "graph": False}, self.time(call, 10))
+            for name in RECORDED:
+                self.attempt(partial(self.step, lane, name, case, wanted))
+
+    def step(self, lane: Any, name: str, case: dict[str, Any], wanted: torch.Tensor) -> None:
+        """One exchange's steps, captured and eager, against the all-to-all's logits."""
+        eager = lane.eager(name)
+        graph, replayed = lane.captured(name)
+        lane.fresh()
+        graph.replay()
+        self.synchronize()
+        scale = wanted.abs().max()
+        checks = {
+            "eager_off": round(float((eager - wanted).abs().max() / scale), 5),
+            "graph_off": round(float((replayed - wanted).abs().max() / scale), 5),
+            "finite": bool(replayed.isfinite().all()),
+        }
+        case = {**case, "exchange": name}
+        self.say({**case, "graph": True}, self.time(graph.replay, 20), **checks)
+        self.say({**case, "graph": False}, self.time(lane.call(name), 10))
+        del graph
+        lane.forget(name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--devices", type=int, default=0, help="GPUs; 0: gloo on the host")
     parser.add_argument("--ranks", type=int, default=0, help="as many as devices, and two at least")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256])
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256])
     parser.add_argument("--layer-rows", type=int, nargs="*", default=[64, 2048])
+    parser.add_argument("--batches", type=int, nargs="*", default=[64, 256], help="of a step")
     parser.add_argument("--no-step", action="store_true")
     parser.add_argument("--agreement", action="store_true", help="steps beside fp32: many GiB")
     parser.add_argument("--small", action="store_true", help="steps of a small slice: a trial")

@@ -15,6 +15,7 @@ from common.model.batch import Memory
 from common.model.text import TextModel
 from common.ops.plan import Steps
 from common.parallel.collectives import SOLO
+from common.parallel.nixl_ep import NixlEp
 from common.parallel.placement import even, routes
 from common.parallel.team import Team
 from common.weights.tree import MoeWeights, TextWeights
@@ -85,13 +86,25 @@ class Lane:
     """One rank's requests, and its model over either exchange."""
 
     def __init__(self, bench: Bench, batch: int, context: int) -> None:
-        spec = shrunk(bench)
-        held, ops = share_of_weights(bench, spec), bench.ops()
+        self._bench, self._batch, self._spec = bench, batch, shrunk(bench)
         self._models: dict[str, TextModel] = {}
-        for name in ("all_to_all", "direct"):
-            team = lane_team(bench, spec, name, batch, torch.bfloat16)
-            self._models[name] = TextModel(spec, held, ops=ops, exact=False, team=team)
-        self._ids, self._plan, self._memory = lane_pools(bench, spec, batch, context)
+        self._ids, self._plan, self._memory = lane_pools(bench, self._spec, batch, context)
+
+    def model(self, name: str) -> TextModel:
+        """The slice over an exchange, opened by all ranks together when it is first asked for."""
+        if name not in self._models:
+            bench, spec = self._bench, self._spec
+            team = lane_team(bench, spec, name, self._batch, torch.bfloat16)
+            held = share_of_weights(bench, spec)
+            self._models[name] = TextModel(spec, held, ops=bench.ops(), exact=False, team=team)
+        return self._models[name]
+
+    def forget(self, name: str) -> None:
+        """Give an exchange's memory back; all ranks together, after their last step over it."""
+        team = self._models.pop(name).team
+        if team is not None and isinstance(team.exchange, NixlEp):
+            team.exchange.close()
+        torch.cuda.empty_cache()
 
     def fresh(self) -> None:
         """Empty the states, so that a pass gives what the one before gave."""
@@ -100,7 +113,7 @@ class Lane:
 
     def call(self, name: str) -> Callable[[], torch.Tensor]:
         """One step: logits of every row."""
-        model = self._models[name]
+        model = self.model(name)
         return lambda: model.step(self._ids, self._plan, self._memory)
 
     def eager(self, name: str) -> torch.Tensor:
