@@ -68,13 +68,16 @@ def bank_bytes(text: TextSpec, dtype: str) -> int:
     return -(-text.num_layers // text.residual_block) * text.hidden * item_bytes(dtype)
 
 
-def step_bytes(text: TextSpec, dtype: str, rows: int) -> int:
-    """What a decode step of `rows` rows needs beside weights and pools: rounded up, not counted."""
+def step_bytes(text: TextSpec, dtype: str, rows: int, *, ranks: int = 1) -> int:
+    """What a decode step of `rows` rows needs beside weights and pools: rounded up, not counted.
+
+    `ranks` share the experts: each makes room for the rows of all.
+    """
     kda, mla, moe = text.kda, text.mla, text.moe
     heads = mla.num_heads
     row = 8 * text.hidden + 2 * (4 * kda.inner + kda.head_dim + kda.num_heads) + 2 * kda.inner
     row += 4 * heads * (mla.kv_lora_rank + mla.rope_dim)
-    row += 2 * moe.top_k * (moe.width + (moe.latent or text.hidden)) + 3 * text.dense_width
+    row += 2 * ranks * moe.top_k * (moe.width + (moe.latent or text.hidden)) + 3 * text.dense_width
     parts = (PARTS + rows) * min(64, heads) * mla.kv_lora_rank * 4  # of attention, in fp32
     logits = rows * text.vocab * (4 + item_bytes(dtype))
     return rows * (row * item_bytes(dtype) + bank_bytes(text, dtype)) + parts + logits

@@ -180,16 +180,21 @@ class DecodeSettings:
     expert: int = 1  # shares of whole experts; tensor x data spreads them over all ranks
     spread: bool = False  # between mixers a tensor rank keeps its own rows; expert = tensor x data
     spare_experts: int = 0  # places of every share for copies of popular experts
-    exchange: str = "all_to_all"  # of rows and experts: or direct (one host), nixl_ep (CUDA)
+    exchange: str = "all_to_all"  # between ranks: or direct (one host), nixl_ep (CUDA)
     rebalance_s: float = 0.0  # between two looks at the experts' load; 0: none moves
 
     def __post_init__(self) -> None:
         _positive("decode", {"slots": self.slots, "pages": self.pages, "max_batch": self.max_batch})
-        wanted = self.spare_experts or self.rebalance_s or self.exchange != "all_to_all"
-        if wanted and self.expert == 1:
+        if (self.spare_experts or self.rebalance_s) and self.expert == 1:
             raise ConfigError(
-                "decode.spare_experts, rebalance_s and exchange need experts on several shares; "
-                "set decode.expert above 1, or leave them out"
+                "decode.spare_experts and rebalance_s need experts on several shares; set "
+                "decode.expert above 1, or leave them out"
+            )
+        is_summing = self.exchange == "direct" and self.tensor > 1
+        if self.exchange != "all_to_all" and self.expert == 1 and not is_summing:
+            raise ConfigError(
+                f"decode.exchange is {self.exchange!r}, and no ranks exchange anything; set "
+                "decode.expert above 1 (or decode.tensor for direct), or leave it out"
             )
         if self.spare_experts and not self.rebalance_s:
             raise ConfigError(

@@ -133,18 +133,20 @@ class TextModel:
             fp32 logits [B, vocab], NaN as of `forward`; of padding they mean nothing.
         """
         team = self.team
-        assert team is None or team.tensor.size == 1, "tensor ranks do not record steps"
+        assert team is None or not team.mesh.spread, "rows of recorded steps are not spread"
         rows, tile = len(ids), STEP_TILE if self._exact else None
         run = Run(
             plan=plan, memory=memory, ops=self.ops, tile=tile, rows=rows, real=rows, team=team
         )
-        residual = self._residual(self.weights.embed[ids])
+        residual = self._residual(self._look_up(ids, run))
         for layer in range(self.spec.num_layers):
             self._layer(layer, residual, run)
         self._count(run)
         logits = self.ops.linear(residual.result(slice(None)), self.weights.head, tile)
         if run.watched:
             logits = logits.masked_fill(run.spoilt().unsqueeze(1), torch.nan)
+        if team is not None:
+            logits = torch.cat(team.tensor.all_gather(logits), -1)[:, : self.spec.vocab]
         return logits.float() if out is None else out.copy_(logits)
 
     def load(self) -> list[list[int]]:

@@ -3,6 +3,7 @@
 `reference` is torch everywhere. `triton` is our own kernels wherever they exist and raises where
 one cannot take the model's shapes. `auto` is the fastest known of each op, the table says why; on a
 CPU `reference`. `fp8` is `auto` with experts rounded to FP8. Nothing is tried or decided later.
+Longer than 300 lines because what is chosen, refused and captured is read against one table.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from common.config.spec import TextSpec, VisionSpec
 from common.errors import BackendUnsupported, ConfigError
+from common.ops.moe.reference import is_unasking
 from common.ops.moe.stack import ExpertStack
 from common.ops.table import REFERENCE, Ops
 
@@ -98,13 +100,21 @@ def choose(
     return dataclasses.replace(REFERENCE, **bodies), lines
 
 
-def uncapturable(ops: Ops) -> str | None:
-    """Why a step with these bodies cannot be captured, or None: the definitions ask the host."""
+def uncapturable(ops: Ops, stack: ExpertStack | None = None, top: int = 1) -> str | None:
+    """Why a step with these bodies cannot be captured, or None: the definitions ask the host.
+
+    Args:
+        ops: the bodies.
+        stack: the experts of a layer, where the model has some.
+        top: how many of them a row chooses, as `experts` is told.
+    """
     asking = [
         name
         for name in ("mla_steps", "write_steps", "kda_mix")
         if getattr(ops, name) in (getattr(REFERENCE, name), None)
     ]
+    if stack is not None and not takes_packed(ops) and not is_unasking(stack, top):
+        asking.append("experts")
     if not asking:
         return None
     return f"{', '.join(asking)} run by their definitions, which ask the host"

@@ -15,6 +15,7 @@ from torch import Tensor
 from common.config.spec import TextSpec
 from common.parallel.choice import open_exchange
 from common.parallel.collectives import Axis
+from common.parallel.direct_axis import open_direct_axis, room_of
 from common.parallel.exchange import Arrived, Exchange
 from common.parallel.mesh import Mesh, Seat
 from common.parallel.placement import Placement, Routes, even, routes
@@ -101,7 +102,7 @@ def join(
         text: the whole model.
         placement: of every layer's experts over the shares; None spreads them evenly.
         spare: places of a share beyond an even one's, for copies of popular experts.
-        exchange: its name in the settings.
+        exchange: its name in the settings; "direct" also for the sums over tensor ranks.
         rows: most rows of a rank in one pass, where the exchange must know.
         dtype: of activations.
         device: of the model.
@@ -113,7 +114,10 @@ def join(
     count, shares = text.moe.num_experts, mesh.expert
     first, most = placement or even(count, shares), shares if spare else 1
     seat, moe = mesh.seat(rank), text.moe
-    opened = None
+    opened, tensor = None, axes["tensor"]
+    if exchange == "direct" and tensor.size > 1:
+        room = room_of(text, rows, dtype)
+        tensor = open_direct_axis(tensor, room, torch.device(device))
     if shares > 1:
         opened = open_exchange(
             exchange,
@@ -128,7 +132,7 @@ def join(
     return Team(
         mesh=mesh,
         seat=seat,
-        tensor=axes["tensor"],
+        tensor=tensor,
         exchange=opened,
         tables=tuple(routes(first, count, device, most=most) for _ in text.moe_layers),
         load=torch.zeros(len(text.moe_layers), count, dtype=torch.int64, device=device),

@@ -28,10 +28,14 @@ from common.ops.exchange import Layout
 from common.ops.plan import Steps
 from common.ops.select import uncapturable
 from common.parallel import nixl_ep_open
+from common.parallel.direct_axis import room_of
+from common.parallel.team import Team
+from common.runtime.grouped import GroupModel
 from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
 from common.runtime.recorder import Call, Cuda, Recorder
+from common.weights.tree import MoeWeights
 
 logger = logging.getLogger("baton.graphs")
 LIBRARY_BYTES = 1 << 29  # workspaces of matrix products and attention
@@ -68,7 +72,8 @@ class GraphedModel:
         """Record every bucket, the largest first.
 
         Args:
-            model: of a team only without other tensor ranks.
+            model: of a team only if all its ranks record together, and what joins them can be
+                recorded.
             memory: the pools that every step will be over.
             most: rows of the largest step.
             width: most pages of one share.
@@ -129,6 +134,14 @@ class GraphedModel:
             return self._logits[:count]
         return self._logits[torch.tensor(wanted, dtype=torch.int64, device=self._logits.device)]
 
+    def idle(self) -> None:
+        """Take part in a step of other lanes without a request of one's own."""
+        size = min(self._plans)
+        self._write((), size)
+        self._schedule(self._plans[size], [-1] * size)
+        with torch.inference_mode():
+            self._replays[size]()
+
     def _check(self, batch: StepBatch, memory: Memory) -> None:
         check(batch)
         most, longest = len(self._owned), max(len(share.pages) for share in batch.shares)
@@ -166,12 +179,17 @@ class GraphedModel:
                 self._owned[row] = owned[row]
 
 
-def graph_bytes(text: TextSpec, dtype: str, decode: DecodeSettings, context: int = 0) -> int:
-    """What steps and their graphs will take of a device, rounded up; `context` as in `width_of`."""
+def graph_bytes(
+    text: TextSpec, dtype: str, decode: DecodeSettings, context: int = 0, *, ranks: int = 1
+) -> int:
+    """What steps and their graphs will take of a device, rounded up.
+
+    `context` as in `width_of`; `ranks` share the experts.
+    """
     most = decode.max_batch
     tables = 2 * 8 * most * width_of(text, decode.pages, context)
     nodes = len(buckets(most)) * text.num_layers * LAYER_BYTES
-    return LIBRARY_BYTES + step_bytes(text, dtype, most) + tables + nodes
+    return LIBRARY_BYTES + step_bytes(text, dtype, most, ranks=ranks) + tables + nodes
 
 
 def width_of(text: TextSpec, pages: int, context: int = 0) -> int:
@@ -184,7 +202,7 @@ def graphed(model: TextModel, memory: TextMemory, settings: Settings) -> Forward
     device, decode = model.weights.embed.device, settings.decode
     if device.type != "cuda" or not decode.graphs:
         return model
-    if why := uncapturable(model.ops):
+    if why := _unrecordable(model):
         logger.warning("steps run without CUDA graphs: %s", why)
         return model
     began, free = time.monotonic(), torch.cuda.mem_get_info(device)[0]
@@ -200,27 +218,62 @@ def graphed(model: TextModel, memory: TextMemory, settings: Settings) -> Forward
     return made
 
 
+def _unrecordable(model: TextModel) -> str | None:
+    """Why a model's steps cannot be captured; None when they can."""
+    team, top = model.team, model.spec.moe.top_k
+    if team is not None and (why := _meeting(team)):
+        return why
+    if team is not None and team.exchange is not None:
+        top = 1  # a row comes once for each expert
+    layers = (layer.ffn for layer in model.weights.layers if isinstance(layer.ffn, MoeWeights))
+    first = next(layers, None)
+    return uncapturable(model.ops, None if first is None else first.experts, top)
+
+
+def _meeting(team: Team) -> str:
+    """Why what joins the ranks cannot be captured; empty when it can."""
+    if team.mesh.spread:
+        return "rows that are spread over tensor ranks are not recorded; set decode.spread = false"
+    if not (team.tensor.recordable and (team.exchange is None or team.exchange.recordable)):
+        return (
+            "ranks meet in calls that a graph does not hold; where all are on one host, set "
+            'decode.exchange = "direct"'
+        )
+    return ""
+
+
+def record(plan: Plan, model: GroupModel, memory: TextMemory) -> None:
+    """Capture a rank's steps, where they can be; all ranks of a decode group do this together."""
+    if plan.room == "decode":
+        made = graphed(model, memory, plan.settings)
+        model.replays = made if isinstance(made, GraphedModel) else None
+
+
 def group_reserve(plan: Plan) -> int:
     """What a rank of a decode group takes of its device beside weights and pools."""
-    if plan.exchange == "all_to_all" or plan.settings.model.device == "cpu":
+    settings, mesh = plan.settings, plan.mesh
+    if plan.exchange == "all_to_all" or settings.model.device == "cpu":
         return 0
-    facts = load_facts(plan.settings)
+    facts = load_facts(settings)
     text = facts.spec.text
-    if plan.exchange == "nixl_ep":
-        return nixl_ep_open.reserve(
-            ranks=plan.mesh.expert,
-            rows=plan.rows,
-            top=text.moe.top_k,
-            width=text.moe.latent or text.hidden,
-            experts=-(-text.moe.num_experts // plan.mesh.expert) + plan.spare,
+    size = _exchange_bytes(plan, text, facts.dtype) if mesh.expert > 1 else 0
+    if plan.exchange == "direct" and mesh.tensor > 1:
+        size += 2 * mesh.tensor * room_of(text, plan.rows, facts.dtype)
+    if settings.decode.graphs:
+        size += graph_bytes(
+            text, settings.model.dtype, settings.decode, settings.model.context, ranks=mesh.expert
         )
-    window = Layout(
-        ranks=plan.mesh.expert,
-        places=plan.rows * text.moe.top_k,
-        width=text.moe.latent or text.hidden,
-        dtype=facts.dtype,
-    )
-    return window.size
+    return size
+
+
+def _exchange_bytes(plan: Plan, text: TextSpec, dtype: torch.dtype) -> int:
+    ranks, top, width = plan.mesh.expert, text.moe.top_k, text.moe.latent or text.hidden
+    if plan.exchange == "nixl_ep":
+        experts = -(-text.moe.num_experts // ranks) + plan.spare
+        return nixl_ep_open.reserve(
+            ranks=ranks, rows=plan.rows, top=top, width=width, experts=experts
+        )
+    return Layout(ranks=ranks, places=plan.rows * top, width=width, dtype=dtype).size
 
 
 def check_memory(settings: Settings) -> None:

@@ -7,6 +7,7 @@ theirs, and meet in the collectives. Logits of other lanes come back along the d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ from common.parallel.collectives import Axis
 from common.parallel.team import Team
 from common.runtime.orders import Order, Pass, batch_of, order_of
 from common.weights.tree import TextWeights
+
+
+class Replays(Protocol):
+    """Steps that were captured; `common.runtime.graphs` has them."""
+
+    def forward(self, batch: StepBatch, memory: Memory) -> Tensor:
+        """See `Forward`."""
+
+    def idle(self) -> None:
+        """Take part in a step of other lanes without a request of one's own."""
 
 
 class GroupModel(TextModel):
@@ -39,6 +50,7 @@ class GroupModel(TextModel):
         super().__init__(spec, weights, ops=ops, exact=exact, team=team)
         self._data, self._send, self._mesh = data, send, team.mesh
         self.mates, self._seat = team, team.seat
+        self.replays: Replays | None = None  # this rank's steps, where they were captured
 
     def load(self) -> list[list[int]]:
         """Rows that this rank handed to each expert since the start, by MoE layer."""
@@ -86,11 +98,13 @@ class GroupModel(TextModel):
             self.mates.exchange.check()
         dtype = self.weights.embed.dtype
         batch = batch_of(order, self._seat.lane, self.spec.hidden, dtype)
+        replays = self.replays if order.kind == "steps" else None
         if batch is None:
-            self.idle(memory)
+            self.idle(memory) if replays is None else replays.idle()
             logits = torch.zeros(0, self.spec.vocab, device=self.weights.embed.device)
         else:
-            logits = super().forward(batch, memory)
+            forward = super().forward if replays is None else replays.forward
+            logits = forward(batch, memory)
         if self._data.size == 1 or self._seat.tensor:
             return [logits]
         # Only the lanes' first ranks speak, and only to the leader.

@@ -27,7 +27,7 @@ from common.errors import (
     TransferError,
 )
 from common.ops.digest import Signature
-from common.runtime.graphs import group_reserve
+from common.runtime.graphs import group_reserve, record
 from common.runtime.group import Leader
 from common.runtime.orders import (
     Abandon,
@@ -108,7 +108,9 @@ class Leading:
                 books = part.memory(partial(self._mirror, lane), lane)
                 books.lanes = self.memory.lanes
                 self.memory.lanes.append(books)
-            self.loaded = part.loaded(part.meet(store, self._leader.send))
+            model = part.meet(store, self._leader.send)
+            record(plan, model, self.memory)
+            self.loaded = part.loaded(model)
             self._here = [self._agents[rank].result(MEET_S) for rank in range(1, mesh.world)]
             self.agents = tuple(here.agent for here in self._here)
         except Exception:

@@ -27,7 +27,7 @@ from common.errors import RoomLost, ServingError
 from common.observe.logs import start_logging
 from common.ops.digest import Signature
 from common.parallel.placement import Placement
-from common.runtime.graphs import group_reserve
+from common.runtime.graphs import group_reserve, record
 from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
 from common.runtime.landing import Landing
@@ -209,7 +209,9 @@ def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> 
         receiver = Receiver(
             link, quarantine_bound=settings.transfer.quarantine_bound, verifying=False
         )
-        Rank(part.meet(store), memory, receiver, channel, moving).serve()
+        model = part.meet(store)
+        record(plan, model, memory)
+        Rank(model, memory, receiver, channel, moving).serve()
     except Exception as error:  # the process's last handler: tell, and end
         log.error("rank %d ends: %s", rank, error)
         channel.send(Failed(reason=str(error)))

@@ -18,12 +18,12 @@ from common.runtime.group import Leader, enter, joining
 from router.journey import Journey
 from services.decode.room import DecodeRoom
 from services.prefill.room import PrefillRoom
+from tests.support.asks import PROMPTS, answers
 from tests.support.processes import SECRET, eventually, rooms, write_settings
 from tests.support.relay import changed, in_process
 
 SMALL = {"slots": 8, "pages": 64}
 SETTINGS = parse_settings({"decode": SMALL, "prefill": SMALL}, source="test")
-PROMPTS = [tuple(range(20, 20 + n)) for n in (5, 64, 130)]
 
 
 def of_ranks(prefill: dict | None = None, **axes: int):
@@ -33,13 +33,6 @@ def of_ranks(prefill: dict | None = None, **axes: int):
 
 def ranks_of(room) -> list:
     return room._local.processes
-
-
-async def answers(line) -> list:
-    """Several requests at once; one has two choices and a canary."""
-    tasks = [line.task(p, max_tokens=8) for p in PROMPTS]
-    tasks.append(line.task(PROMPTS[2], n=2, temperature=1.0, seed=5, canary=True))
-    return list(await asyncio.gather(*map(line.run, tasks)))
 
 
 ALONE: list = []  # what one rank on either side answers

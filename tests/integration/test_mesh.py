@@ -139,6 +139,38 @@ def test_ranks_that_share_one_device_compute_what_one_rank_does(tmp_path) -> Non
         check(expected, layout, results_of(tmp_path, layout), 2e-3)
 
 
+RECORDED = [
+    entry(Mesh(tensor=2)),
+    entry(Mesh(data=2, expert=2), "k3-mxfp4", packed=True),
+    entry(Mesh(tensor=2, data=2, expert=4)),
+]
+
+
+def both_ways(layout: dict) -> list[dict]:
+    """A layout whose steps are recorded as graphs, and the same with its steps run eagerly."""
+    return [layout | {"recorded": by, "name": f"{layout['name']}-{by}"} for by in ("cuda", "eager")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", RECORDED, ids=lambda layout: layout["name"])
+def test_captured_steps_of_a_group_are_bit_for_bit_what_they_recorded(tmp_path, layout) -> None:
+    graphs, eager = both_ways(layout)
+    expected = run_team(tmp_path, [graphs, eager], Mesh(**layout["mesh"]).world, device="cuda")
+    check(expected, graphs, results_of(tmp_path, graphs), 2e-3)
+    lanes = zip(results_of(tmp_path, graphs), results_of(tmp_path, eager), strict=True)
+    for one, other in lanes:
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[number], other[number]) for number in one)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("layout", RECORDED[:2], ids=lambda layout: layout["name"])
+def test_captured_steps_of_two_devices_compute_what_one_rank_does(tmp_path, layout) -> None:
+    graphs, _ = both_ways(layout)
+    expected = run_team(tmp_path, [graphs], 2, backend="nccl")
+    check(expected, graphs, results_of(tmp_path, graphs), 2e-3)
+
+
 @pytest.mark.multigpu
 def test_two_devices_compute_what_one_rank_does_over_nccl(tmp_path) -> None:
     layouts = [entry(mesh) for mesh in MESHES if mesh.world == 2]

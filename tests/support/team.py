@@ -23,10 +23,14 @@ from safetensors.torch import save_file
 from common.config.checkpoint import load_spec
 from common.model.batch import Memory, Share, StepBatch
 from common.model.text import TextModel
+from common.ops.select import choose
+from common.ops.table import REFERENCE
 from common.parallel.collectives import open_axes
 from common.parallel.mesh import Mesh, narrowed
 from common.parallel.placement import Placement
 from common.parallel.team import join
+from common.runtime.graphs import GraphedModel
+from common.runtime.recorder import Cuda, Eager, Recorder
 from common.weights import load_text
 from common.weights.shares import shard_of
 from tests.support.models import Request, allocate, pages_for
@@ -76,9 +80,25 @@ def lanes_of(mesh: Mesh) -> list[Lane]:
 
 
 PASSES = 1 + max(BEGINS.values()) + STEPS + 1
+RECORDERS = {"cuda": Cuda, "eager": Eager}  # of layouts whose steps are recorded, by name
+ROWS = 192  # most rows of a lane in one pass
 
 
-def run(model: TextModel, memory: Memory, lane: Lane) -> dict[str, torch.Tensor]:
+class Recorded:
+    """Steps over a recorder, as a room runs them; prompts as they are."""
+
+    def __init__(self, model: TextModel, memory: Memory, lane: Lane, recorder: Recorder) -> None:
+        width = max(1, lane.pages)
+        self.steps = GraphedModel(model, memory, most=3, width=width, recorder=recorder)
+
+    def forward(self, batch: StepBatch, memory: Memory) -> torch.Tensor:
+        return self.steps.forward(batch, memory).clone()  # valid until the next pass
+
+    def idle(self, memory: Memory) -> None:
+        self.steps.idle()
+
+
+def run(model: TextModel | Recorded, memory: Memory, lane: Lane) -> dict[str, torch.Tensor]:
     """All passes of a lane: logits by request, [1 + STEPS, vocab]."""
     rows: dict[int, list[torch.Tensor]] = {n: [] for n in lane.numbers}
     for at in range(PASSES):
@@ -113,14 +133,27 @@ def serve(job: dict, layout: dict, rank: int, store) -> None:
         packed=layout.get("packed", False),
         shard=shard_of(mesh, rank, spec.text, placement),
     )
-    team = join(mesh, rank, axes, spec.text, placement=placement, device=device)
-    model = TextModel(spec.text, weights, team=team)
+    recorder = RECORDERS.get(layout.get("recorded", ""))
+    exchange = {"exchange": "direct", "rows": ROWS} if recorder else {}
+    team = join(mesh, rank, axes, spec.text, placement=placement, device=device, **exchange)
+    ops = REFERENCE
+    if recorder is not None:
+        ops, _ = choose(
+            "auto",
+            narrowed(spec.text, mesh),
+            quantization="mxfp4" if layout.get("packed") else None,
+            dtype=torch.float32,
+            device=torch.device(device),
+        )
+    model = TextModel(spec.text, weights, team=team, ops=ops, exact=recorder is None)
     lane = lanes_of(mesh)[team.seat.lane]
     memory = allocate(
         narrowed(spec.text, mesh), slots=max(1, len(lane.numbers)), pages=max(1, lane.pages)
     )
     moved = {name: getattr(memory, name).to(device) for name in ("state", "conv", "latent")}
-    logits = run(model, Memory(**moved), lane)
+    memory = Memory(**moved)
+    made = model if recorder is None else Recorded(model, memory, lane, recorder())
+    logits = run(made, memory, lane)
     out = Path(job["out"])
     save_file({"load": team.load.cpu()}, out / f"{layout['name']}.load{rank}.safetensors")
     if team.seat.tensor == 0:

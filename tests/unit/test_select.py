@@ -12,6 +12,7 @@ from common.config.checkpoint import load_spec
 from common.config.spec import ModelSpec
 from common.errors import BackendUnsupported, ConfigError
 from common.ops import select
+from common.ops.moe.stack import ExpertStack
 from common.ops.table import REFERENCE, Ops
 
 NANO = Path(__file__).parents[2] / "checkpoints" / "nano"
@@ -116,5 +117,11 @@ def test_only_bodies_that_ask_nothing_of_the_host_can_be_captured() -> None:
 
     ops = dataclasses.replace(REFERENCE, mla_steps=body, write_steps=body, kda_mix=body)
     assert select.uncapturable(ops) is None
+    many = ExpertStack(w13=torch.empty(40, 2, 1), w2=torch.empty(40, 1, 1))
+    assert select.uncapturable(ops, many, 5) is None  # all of them, on every row
+    assert "experts run by their definitions" in (select.uncapturable(ops, many, 4) or "")
+    packed = dataclasses.replace(many, w13_scale=many.w2, w2_scale=many.w2)
+    assert "experts run by their definitions" in (select.uncapturable(ops, packed, 5) or "")
+    assert select.uncapturable(dataclasses.replace(ops, experts=body), packed, 5) is None
     assert not select.takes_packed(ops)
     assert select.takes_packed(dataclasses.replace(ops, experts=body))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from common.parallel.exchange import AllToAll
 from common.parallel.mesh import Mesh
 from common.parallel.placement import Placement, even, routes
 from common.parallel.team import Team
+from common.runtime import graphs
 from common.runtime.graphs import GraphedModel
 from common.runtime.grouped import GroupModel
 from common.runtime.orders import order_of
@@ -25,6 +27,8 @@ from tests.support.models import Request, allocate, alone, chunks, load, steps
 
 class Noted(AllToAll):
     """An exchange that notes when rows leave and when they are waited for, and how many went."""
+
+    recordable = True
 
     def __init__(self, events: list[str]) -> None:
         super().__init__(SOLO)
@@ -76,15 +80,15 @@ def test_the_shared_expert_computes_while_rows_travel(one, monkeypatch) -> None:
 
 def test_a_recorded_step_neither_sends_nor_counts_padding(one) -> None:
     team, layers = team_of(one, []), len(one.spec.text.moe_layers)
-    model = TextModel(one.spec.text, one.weights, team=team)
+    model = GroupModel(one.spec.text, one.weights, team=team, data=SOLO, send=lambda order: None)
     memory, plain = (allocate(one.spec.text, slots=3, pages=3) for _ in range(2))
-    recorded = GraphedModel(model, memory, most=8, width=1, recorder=Eager())
+    model.replays = GraphedModel(model, memory, most=8, width=1, recorder=Eager())
     assert team.exchange.rows == 0 and not team.load.any()  # recording is all padding
     mine, theirs = ([Request(slot, (slot,)) for slot in range(3)] for _ in range(2))
     model.forward(chunks(*(own.share(range(5)) for own in mine)), memory)
     one.model.forward(chunks(*(other.share(range(5)) for other in theirs)), plain)
     team.exchange.rows = 0
-    found = recorded.forward(steps(*(own.share([9]) for own in mine)), memory)
+    found = model.forward(steps(*(own.share([9]) for own in mine)), memory)
     wanted = one.model.forward(steps(*(other.share([9]) for other in theirs)), plain)
     assert torch.equal(found, wanted)
     assert team.exchange.rows == 3 * layers  # of a bucket of four
@@ -106,6 +110,49 @@ def test_a_pass_begins_with_a_look_back_and_is_not_run_when_a_rank_fell_silent(o
     with pytest.raises(RoomLost, match="did not answer"):
         model.obey(order, memory)
     assert ran and len(events) == ran
+
+
+def test_an_idle_lane_replays_padding_alone(one) -> None:
+    events: list[str] = []
+    team, text = team_of(one, events), one.spec.text
+    model = GroupModel(text, one.weights, team=team, data=SOLO, send=lambda order: None)
+    memory = allocate(text, slots=1, pages=1)
+    memory.state.fill_(1.0)
+    model.replays = GraphedModel(model, memory, most=2, width=1, recorder=Eager())
+    events.clear()
+    (logits,) = model.obey(order_of("steps", ((),)), memory)
+    assert not len(logits) and events.count("rows leave") == len(text.moe_layers)
+    assert team.exchange.rows == 0 and not team.load.any() and bool((memory.state == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "exchange", "sentence"),
+    [
+        (False, True, 'set decode.exchange = "direct"'),
+        (True, False, 'set decode.exchange = "direct"'),
+        (True, True, ""),
+    ],
+)
+def test_steps_of_a_group_are_captured_or_the_reason_is_told(
+    one, tensor, exchange, sentence
+) -> None:
+    team = team_of(one, [])
+    team.exchange.recordable = exchange
+    told = graphs._meeting(replace(team, tensor=SimpleNamespace(recordable=tensor)))
+    assert sentence in told and bool(sentence) == bool(told)
+    spread = replace(team, mesh=Mesh(tensor=2, expert=2, spread=True))
+    assert "set decode.spread = false" in graphs._meeting(spread)
+
+
+def test_experts_that_come_one_by_one_are_judged_as_such(one, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(graphs, "uncapturable", lambda ops, stack, top: asked.append(top))
+    alone = TextModel(one.spec.text, one.weights)
+    assert graphs._unrecordable(alone) is None
+    assert (
+        graphs._unrecordable(TextModel(one.spec.text, one.weights, team=team_of(one, []))) is None
+    )
+    assert asked == [one.spec.text.moe.top_k, 1]
 
 
 def test_new_routes_are_taken_in_place() -> None:

@@ -13,6 +13,7 @@ from common.ops.rows import STEP_TILE
 from common.ops.rows.reference import linear
 
 LANES = 32  # floats of the widest vector loop; elementwise widths are multiples of it
+FEW = 32  # so many experts a device multiplies all on every row, rather than ask which were chosen
 
 
 def route(
@@ -52,15 +53,21 @@ def experts(
 ) -> Tensor:
     """See `common.ops.moe.experts`."""
     chosen = x.new_empty(*ids.shape, stack.w2.shape[1])  # [N, k, Z]
-    few = stack.w13_scale is None and stack.num_experts <= 8 * ids.shape[1]
-    if few and (x.is_cuda or (tile or len(x)) <= STEP_TILE):  # on a device without asking the host
+    top = ids.shape[1]
+    is_narrow = stack.num_experts <= 8 * top and (tile or len(x)) <= STEP_TILE
+    if is_unasking(stack, top) if x.is_cuda else stack.w13_scale is None and is_narrow:
         _all(x, ids, stack, activation, tile, chosen)
     else:
         _some(x, ids, stack, activation, tile and STEP_TILE, chosen)
     total = weights[:, :1] * chosen[:, 0].float()
-    for j in range(1, ids.shape[1]):
+    for j in range(1, top):
         total = total + weights[:, j : j + 1] * chosen[:, j].float()
     return total.to(x.dtype)
+
+
+def is_unasking(stack: ExpertStack, top: int) -> bool:
+    """Whether a device computes `top` choices a row without asking the host which were made."""
+    return stack.w13_scale is None and stack.num_experts <= max(FEW, 8 * top)
 
 
 def _all(

@@ -1,0 +1,34 @@
+"""Replicas of several ranks on one GPU that they share, their steps from graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.config.loading import parse_settings
+from tests.support.asks import answers
+from tests.support.relay import changed, in_process
+
+pytestmark = pytest.mark.gpu
+SMALL = {"slots": 8, "pages": 64, "max_batch": 8}
+SETTINGS = parse_settings({"decode": SMALL, "prefill": SMALL}, source="test")
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [{"data": 2, "expert": 2}, {"tensor": 2}, {"tensor": 2, "data": 2, "expert": 4}],
+    ids=str,
+)
+async def test_a_group_answers_by_graphs_as_one_rank_does(axes) -> None:
+    model = {"device": "cuda", "dtype": "float32"}
+    decode = axes | {"exchange": "direct"}
+    async with in_process(changed(SETTINGS, model=model)) as line:
+        alone = await answers(line)
+    async with in_process(changed(SETTINGS, model=model, decode=decode)) as line:
+        assert line.decodes[0].loaded.model.replays is not None
+        group = await answers(line)
+        await line.nothing_left()
+    for one, many in zip(alone, group, strict=True):
+        assert [one.ids(c) for c in range(len(one.tokens))] == [
+            many.ids(c) for c in range(len(many.tokens))
+        ]
+        assert many.logprobs() == pytest.approx(one.logprobs(), abs=1e-3)
