@@ -68,6 +68,12 @@ class GroupModel(TextModel):
         wanted = [next(rows[share.lane]) for share in batch.shares if share.want_logits]
         return torch.stack(wanted) if wanted else found[0]
 
+    def keep(self, batch: StepBatch, memory: Memory) -> Tensor:
+        """The same, but the logits stay with their lanes: those of the first come back."""
+        numbers = range(self._mesh.data)
+        lanes = [[share for share in batch.shares if share.lane == lane] for lane in numbers]
+        return self._start(batch.kind, lanes, memory, keep=True)[0]
+
     def together(self, kind: str, lanes: Sequence[Sequence[Share]], memory: Memory) -> list[Tensor]:
         """One pass of all lanes, started by the leader.
 
@@ -82,14 +88,20 @@ class GroupModel(TextModel):
         Raises:
             RoomLost: a rank is gone.
         """
+        return self._start(kind, lanes, memory, keep=False)
+
+    def _start(
+        self, kind: str, lanes: Sequence[Sequence[Share]], memory: Memory, *, keep: bool
+    ) -> list[Tensor]:
         assert self._send is not None, "only a leader starts a pass"
-        order = order_of(kind, tuple(map(tuple, lanes)))
+        order = order_of(kind, tuple(map(tuple, lanes)), keep=keep)
         self._send(order)
         return self.obey(order, memory)
 
     @torch.inference_mode()
     def obey(self, order: Pass, memory: Memory) -> list[Tensor]:
-        """This rank's part of an ordered pass; the leader gets every lane's logits.
+        """This rank's part of an ordered pass; the leader gets every lane's logits, unless they are
+        to be kept, each lane's where it is.
 
         Raises:
             RoomLost: a rank is gone, or fell silent in an earlier pass.
@@ -105,7 +117,7 @@ class GroupModel(TextModel):
         else:
             forward = super().forward if replays is None else replays.forward
             logits = forward(batch, memory)
-        if self._data.size == 1 or self._seat.tensor:
+        if order.keep or self._data.size == 1 or self._seat.tensor:
             return [logits]
         # Only the lanes' first ranks speak, and only to the leader.
         counts = [sum(share.want_logits for share in lane) for lane in order.lanes]

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,26 +20,23 @@ from common.contract.regions import Agent
 from common.errors import (
     Cancelled,
     DeadlineExceeded,
-    HandoffRefused,
     RoomLost,
-    ServingError,
-    TransferError,
 )
 from common.ops.digest import Signature
+from common.runtime.asked import Answer, Asked
 from common.runtime.graphs import group_reserve, record
 from common.runtime.group import Leader
 from common.runtime.orders import (
     Abandon,
     Agents,
-    Counted,
-    Ended,
-    Freed,
+    Choose,
+    Chosen,
     Here,
-    Measured,
     Mirrored,
     Order,
     Pong,
     Pull,
+    RowOrder,
     Sign,
 )
 from common.runtime.part import Plan, first_word, read_part
@@ -50,9 +46,6 @@ from common.transfer.link import Source
 POLL_S = 0.02  # how soon a wait for ranks notices a cancel
 MEET_S = 60.0  # for ranks that have met to say where their memory is
 GRACE_S = 2.0  # beyond a READ's own deadline, for its word to arrive
-ERRORS: dict[str, type[ServingError]] = {
-    kind.code: kind for kind in (TransferError, DeadlineExceeded, Cancelled, RoomLost)
-}
 
 
 class Starter(Protocol):
@@ -63,12 +56,6 @@ class Starter(Protocol):
 
     def ended(self) -> Sequence[int]:
         """Ranks whose processes have ended."""
-
-
-@dataclass(slots=True)
-class _Asked:
-    future: Future[Any] = field(default_factory=Future)
-    on_free: Callable[[], None] | None = None
 
 
 class Leading:
@@ -90,7 +77,7 @@ class Leading:
         """
         self.mesh = mesh = plan.mesh
         self._numbers = itertools.count(1)
-        self._asked: dict[tuple[int, int], _Asked] = {}
+        self._asked: dict[tuple[int, int], Asked] = {}
         self._lock = threading.Lock()
         self.on_lost: Callable[[str], None] | None = None
         self._pongs: dict[int, Pong] = {}  # the last of each rank
@@ -183,6 +170,13 @@ class Leading:
             self._tell(rank, Sign(number=number, place=place))
         return futures
 
+    def choose(self, lane: int, rows: tuple[RowOrder, ...]) -> Future[Chosen]:
+        """Let a lane choose tokens from the logits that the last pass left there."""
+        rank, number = self.ranks(lane)[0], next(self._numbers)
+        future: Future[Chosen] = self._ask(rank, number, None).future
+        self._tell(rank, Choose(number=number, rows=rows))
+        return future
+
     def ask_all(self, make: Callable[[int, int], Order | None]) -> list[Future[Any]]:
         """Ask every other rank; `make(rank, number)` is what, None to leave it out."""
         futures = []
@@ -223,8 +217,8 @@ class Leading:
         for rank in filter(None, self.ranks(lane)):
             self._leader.tell(rank, Mirrored(what=what, numbers=numbers))
 
-    def _ask(self, rank: int, number: int, on_free: Callable[[], None] | None) -> _Asked:
-        asked = _Asked(on_free=on_free)
+    def _ask(self, rank: int, number: int, on_free: Callable[[], None] | None) -> Asked:
+        asked = Asked(on_free=on_free)
         asked.future.set_running_or_notify_cancel()
         with self._lock:
             self._asked[rank, number] = asked
@@ -244,22 +238,14 @@ class Leading:
                     self._agents[rank].set_result(order)
         if isinstance(order, Pong):
             self._pongs[rank] = order
-        if not isinstance(order, Ended | Freed | Measured | Counted):
+        if not isinstance(order, Answer):
             return
         with self._lock:
             asked = self._asked.get((rank, order.number))
-            if asked is not None and _is_over(asked, order):
+            if asked is not None and asked.is_over(order):
                 del self._asked[rank, order.number]
-        if asked is None:
-            return
-        if isinstance(order, Freed):
-            _free(asked)
-        elif isinstance(order, Counted):
-            asked.future.set_result(order.rows)
-        elif isinstance(order, Ended) and order.code:
-            asked.future.set_exception(_error(order))
-        else:
-            asked.future.set_result(Signature(sums=order.sums, unsound=order.unsound))
+        if asked is not None:
+            asked.take(order)
 
     def _lost(self, reason: str, tell: bool = True) -> None:
         with self._lock:
@@ -269,29 +255,6 @@ class Leading:
                 if not agent.done():
                     agent.set_exception(RoomLost(reason))
         for asked in left:
-            if not asked.future.done():
-                asked.future.set_exception(RoomLost(reason))
-            _free(asked)
+            asked.lose(reason)
         if tell and self.on_lost is not None:
             self.on_lost(reason)
-
-
-def _is_over(asked: _Asked, order: Order) -> bool:
-    """Whether all is said; a READ has two words to say."""
-    if isinstance(order, Measured | Counted):
-        return True
-    if isinstance(order, Freed):
-        return asked.future.done()
-    return asked.on_free is None
-
-
-def _free(asked: _Asked) -> None:
-    if asked.on_free is not None:
-        on_free, asked.on_free = asked.on_free, None
-        on_free()
-
-
-def _error(order: Ended) -> ServingError:
-    if order.code == HandoffRefused.code:
-        return TransferError(order.text)
-    return ERRORS.get(order.code, TransferError)(order.text)

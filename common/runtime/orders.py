@@ -1,6 +1,7 @@
 """Orders: what a leader tells its ranks and what they answer; msgpack, tagged, strict.
 
 A pass over the model is plain data here, so that every rank runs the same one. Nothing is executed.
+Longer than 300 lines because every word that is spoken inside a group stands in one list.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from common.contract.messages import Endpoint
+from common.contract.messages import Endpoint, Sampling, TokenOut
 from common.contract.regions import Agent, PoolInfo, Span
 from common.model.batch import Share, StepBatch
 from common.runtime.place import Place
@@ -76,6 +77,33 @@ class Pass(Order, frozen=True, kw_only=True):
 
     kind: str
     lanes: tuple[tuple[ShareOrder, ...], ...]
+    keep: bool = False  # logits stay with their lanes, for `Choose`
+
+
+class RowOrder(Order, frozen=True, kw_only=True):
+    """A `Row` of sampling."""
+
+    sampling: Sampling
+    choice: int
+    position: int
+    counts: dict[int, int] = {}
+    prompt: tuple[int, ...] = ()
+    mask: bytes | None = None
+
+
+class Choose(Order, frozen=True, kw_only=True):
+    """Choose tokens from the logits that the pass before left here; answered by `Chosen`."""
+
+    number: int
+    rows: tuple[RowOrder, ...]
+
+
+class Chosen(Order, frozen=True, kw_only=True):
+    """The rows' tokens in order; `faults` are those without one: their place, code and text."""
+
+    number: int
+    tokens: tuple[TokenOut, ...]
+    faults: dict[int, tuple[str, str]] = {}
 
 
 class Here(Order, frozen=True, kw_only=True):
@@ -195,6 +223,8 @@ AnyOrder = (
     | Ping
     | Pong
     | Pass
+    | Choose
+    | Chosen
     | Here
     | Agents
     | Fetch
@@ -226,9 +256,10 @@ def decode(raw: bytes) -> Order:
     return order
 
 
-def order_of(kind: str, lanes: tuple[tuple[Share, ...], ...]) -> Pass:
+def order_of(kind: str, lanes: tuple[tuple[Share, ...], ...], *, keep: bool = False) -> Pass:
     """A pass as an order."""
-    return Pass(kind=kind, lanes=tuple(tuple(map(_share_order, shares)) for shares in lanes))
+    shares = tuple(tuple(map(_share_order, lane)) for lane in lanes)
+    return Pass(kind=kind, lanes=shares, keep=keep)
 
 
 def batch_of(order: Pass, lane: int, hidden: int, dtype: torch.dtype) -> StepBatch | None:

@@ -21,12 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 from common.config.loading import parse_settings, room_secret
 from common.contract.regions import Agent
 from common.errors import RoomLost, ServingError
 from common.observe.logs import start_logging
 from common.ops.digest import Signature
 from common.parallel.placement import Placement
+from common.runtime.choosing import chosen
 from common.runtime.graphs import group_reserve, record
 from common.runtime.group import Channel, enter
 from common.runtime.grouped import GroupModel
@@ -37,6 +40,7 @@ from common.runtime.moving import Moving
 from common.runtime.orders import (
     Abandon,
     Agents,
+    Choose,
     Commit,
     Count,
     Counted,
@@ -92,9 +96,12 @@ class Rank:
         """
         threading.Thread(target=self._listen, name="orders", daemon=True).start()
         threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
+        logits: Tensor | None = None  # of the last pass
         while (order := self._orders.get()) is not None:
             if isinstance(order, Pass):
-                self._model.obey(order, self._memory.tensors)
+                logits = self._model.obey(order, self._memory.tensors)[0]
+            elif isinstance(order, Choose) and logits is not None:
+                self._channel.send(chosen(order, logits))
             elif isinstance(order, Mirrored) and order.what in MIRRORED:
                 getattr(self._memory, order.what)(*order.numbers)
             elif isinstance(order, Sign):

@@ -32,13 +32,12 @@ from common.errors import (
     RoomLost,
     ServingError,
 )
-from common.model.batch import Forward, StepBatch
+from common.model.batch import StepBatch
 from common.observe.logs import request_id
 from common.observe.metrics import Tally
+from common.runtime.choosing import Stepper
 from common.runtime.loop import EngineLoop, promise
 from common.runtime.memory import TextMemory
-from common.runtime.recorder import settle
-from common.sampling.sampler import sample
 from services.decode.frames import Frames, Push
 from services.decode.held import Choice, Held, give_back, reserve_in_a_lane, row_of, share_of
 from services.decode.intake import Intake, Times
@@ -56,7 +55,7 @@ class DecodeEngine:
 
     def __init__(
         self,
-        model: Forward,
+        model: Stepper,
         memory: TextMemory,
         intake: Intake,
         threads: Executor,
@@ -236,7 +235,7 @@ class DecodeEngine:
         self._steps += 1
         if self.plant is not None:
             self.plant(batch, self._memory)
-        logits = self._model.forward(
+        logits = self._model.step(
             StepBatch(kind="steps", shares=tuple(share_of(held, c) for held, c in batch)),
             self._memory.tensors,
         )
@@ -245,9 +244,9 @@ class DecodeEngine:
             choice.fed += 1
             choice.last_step = self._steps
         sampling = [(held, choice) for held, choice in batch if choice.fed == len(choice.tokens)]
-        tokens = sample(logits, [row_of(held, choice) for held, choice in sampling])
-        if not sampling:
-            settle(logits)  # sampling waits for the step; without it a slot could be freed under it
+        rows = [row_of(held, choice) for held, choice in sampling]
+        # This waits for the step, or a slot could be freed under it.
+        tokens = self._model.sample(logits, rows, [held.memory.lane for held, _ in sampling])
         for (held, choice), token in zip(sampling, tokens, strict=True):
             self._emit(held, choice, token)
         self._frames.flush(self._steps)

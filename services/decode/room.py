@@ -24,7 +24,9 @@ from common.contract.messages import (
     TokenFrame,
 )
 from common.errors import CapacityError
+from common.runtime.choosing import Far, Near, Stepper
 from common.runtime.graphs import check_memory, graphed
+from common.runtime.grouped import GroupModel
 from common.runtime.leading import Starter
 from common.runtime.moving import Moving
 from common.runtime.text_room import TextRoom
@@ -66,7 +68,7 @@ class DecodeRoom(TextRoom):
             claim=self.claim,
         )
         self.engine = DecodeEngine(
-            loaded.model if self.leading else graphed(loaded.model, self.memory, settings),
+            self._stepper(settings),
             self.memory,
             self.intake,
             self.threads,
@@ -92,6 +94,14 @@ class DecodeRoom(TextRoom):
                 spare=settings.decode.spare_experts,
             )
             self.rebalancer.introduce(self.link)
+
+    def _stepper(self, settings: Settings) -> Stepper:
+        """Passes of this process's model, or of the group it leads."""
+        model = self.loaded.model
+        if self.leading is None:
+            return Near(graphed(model, self.memory, settings))
+        assert isinstance(model, GroupModel)
+        return Far(self.leading, model)
 
     async def open(self, host: str) -> Endpoint:
         """Start the engine and listen on a free port of `host`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from common.config.loading import parse_settings
-from tests.support.asks import answers
+from tests.support.asks import answers, assert_alike
 from tests.support.relay import changed, in_process
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,4 @@ async def test_a_group_answers_by_graphs_as_one_rank_does(axes) -> None:
         group = await answers(line)
         await line.nothing_left()
     for one, many in zip(alone, group, strict=True):
-        assert [one.ids(c) for c in range(len(one.tokens))] == [
-            many.ids(c) for c in range(len(many.tokens))
-        ]
-        assert many.logprobs() == pytest.approx(one.logprobs(), abs=1e-3)
+        assert_alike(one, many, 1e-3)
