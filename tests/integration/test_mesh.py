@@ -40,6 +40,18 @@ def entry(mesh: Mesh, variant: str = "k3", **more) -> dict:
     return {"name": name, "variant": variant, "mesh": axes, **more}
 
 
+RECORDED = [
+    entry(Mesh(tensor=2)),
+    entry(Mesh(data=2, expert=2), "k3-mxfp4", packed=True),
+    entry(Mesh(tensor=2, data=2, expert=4)),
+]
+
+
+def recorded(layout: dict, by: str) -> dict:
+    """A layout whose requests are fed as steps, and those recorded: as graphs, or to run again."""
+    return layout | {"recorded": by, "name": f"{layout['name']}-{by}"}
+
+
 LAYOUTS = [
     *map(entry, MESHES),
     *(entry(mesh, variant) for mesh in OTHERS for variant in ("linear", "k3-mxfp4")),
@@ -47,6 +59,7 @@ LAYOUTS = [
     entry(UNEVEN),
     entry(Mesh(data=2, expert=2), **REPEATED),
     *(entry(mesh, variant) for mesh in SPREAD for variant in ("k3", "linear")),
+    *(recorded(layout, "eager") for layout in RECORDED),
 ]
 
 
@@ -57,7 +70,8 @@ def results_of(root: Path, layout: dict) -> list[dict[str, torch.Tensor]]:
 
 
 def run_team(root: Path, layouts: list[dict], world: int, **more) -> dict:
-    """Run layouts on `world` processes; the logits one rank gives, by variant and request."""
+    """Run layouts on `world` processes; the logits one rank gives, by variant, whether
+    requests are fed as steps alone, and request."""
     tiny = {
         variant: write_eight_headed(root / variant, variant)
         for variant in {layout["variant"] for layout in layouts}
@@ -74,8 +88,9 @@ def run_team(root: Path, layouts: list[dict], world: int, **more) -> dict:
     finish(start(root / "job.json", world), within_s=150)
     models = {variant: load(path) for variant, path in tiny.items()}
     return {
-        (variant, n): alone(model, prompt_of(n), following(n))
+        (variant, stepwise, n): alone(model, prompt_of(n, stepwise), following(n))
         for variant, model in models.items()
+        for stepwise in {"recorded" in layout for layout in layouts}
         for n in PROMPTS
     }
 
@@ -85,7 +100,7 @@ def check(expected: dict, layout: dict, lanes: list[dict], atol: float) -> None:
     found = {int(n): rows for lane in lanes for n, rows in lane.items()}
     assert found.keys() == PROMPTS.keys()
     for number, logits in found.items():
-        one = expected[layout["variant"], number]
+        one = expected[layout["variant"], "recorded" in layout, number]
         torch.testing.assert_close(logits, one, rtol=0, atol=atol)
         assert torch.equal(logits.argmax(-1), one.argmax(-1))
 
@@ -108,7 +123,7 @@ def test_without_tensor_ranks_not_a_bit_changes(team, data) -> None:
     expected, results = team
     for lane in results(entry(Mesh(data=data, expert=data))):
         for number, logits in lane.items():
-            assert torch.equal(logits, expected["k3", int(number)])
+            assert torch.equal(logits, expected["k3", False, int(number)])
 
 
 def loads_of(root: Path, layout: dict) -> list[torch.Tensor]:
@@ -139,22 +154,10 @@ def test_ranks_that_share_one_device_compute_what_one_rank_does(tmp_path) -> Non
         check(expected, layout, results_of(tmp_path, layout), 2e-3)
 
 
-RECORDED = [
-    entry(Mesh(tensor=2)),
-    entry(Mesh(data=2, expert=2), "k3-mxfp4", packed=True),
-    entry(Mesh(tensor=2, data=2, expert=4)),
-]
-
-
-def both_ways(layout: dict) -> list[dict]:
-    """A layout whose steps are recorded as graphs, and the same with its steps run eagerly."""
-    return [layout | {"recorded": by, "name": f"{layout['name']}-{by}"} for by in ("cuda", "eager")]
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", RECORDED, ids=lambda layout: layout["name"])
 def test_captured_steps_of_a_group_are_bit_for_bit_what_they_recorded(tmp_path, layout) -> None:
-    graphs, eager = both_ways(layout)
+    graphs, eager = recorded(layout, "cuda"), recorded(layout, "eager")
     expected = run_team(tmp_path, [graphs, eager], Mesh(**layout["mesh"]).world, device="cuda")
     check(expected, graphs, results_of(tmp_path, graphs), 2e-3)
     lanes = zip(results_of(tmp_path, graphs), results_of(tmp_path, eager), strict=True)
@@ -166,7 +169,7 @@ def test_captured_steps_of_a_group_are_bit_for_bit_what_they_recorded(tmp_path, 
 @pytest.mark.multigpu
 @pytest.mark.parametrize("layout", RECORDED[:2], ids=lambda layout: layout["name"])
 def test_captured_steps_of_two_devices_compute_what_one_rank_does(tmp_path, layout) -> None:
-    graphs, _ = both_ways(layout)
+    graphs = recorded(layout, "cuda")
     expected = run_team(tmp_path, [graphs], 2, backend="nccl")
     check(expected, graphs, results_of(tmp_path, graphs), 2e-3)
 

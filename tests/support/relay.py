@@ -103,12 +103,21 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def in_process(
-    settings: Settings, *, encoder: int = 0, prefill: int = 1, decode: int = 1
+    settings: Settings,
+    *,
+    encoder: int = 0,
+    prefill: int = 1,
+    decode: int = 1,
+    decode_ops: str | None = None,
 ) -> AsyncIterator[Relay]:
-    """So many rooms of each kind in this process, each with its own NIXL agent."""
+    """So many rooms of each kind in this process, each with its own NIXL agent.
+
+    `decode_ops` are decode's bodies of ops, where they are not all rooms'.
+    """
     encoders = [EncoderRoom(settings, secret=SECRET) for _ in range(encoder)]
     prefills = [PrefillRoom(settings, secret=SECRET) for _ in range(prefill)]
-    decodes = [DecodeRoom(settings, secret=SECRET) for _ in range(decode)]
+    stepping = changed(settings, model={"ops": decode_ops}) if decode_ops else settings
+    decodes = [DecodeRoom(stepping, secret=SECRET) for _ in range(decode)]
     everyone = [*encoders, *prefills, *decodes]
     endpoints = [await room.open("127.0.0.1") for room in everyone]
     seats = [Seat(key=e.id, host=e.host, port=e.port) for e in endpoints]

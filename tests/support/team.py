@@ -41,8 +41,9 @@ PROMPTS = {0: 70, 1: 17, 2: 5}  # request -> tokens of its prompt
 BEGINS = {0: 0, 1: 1, 2: 0}  # request -> pass in which its lane would first take it
 
 
-def prompt_of(request: int) -> list[int]:
-    return [(37 * request + 11 * i + 5) % 490 for i in range(PROMPTS[request])]
+def prompt_of(request: int, stepwise: bool = False) -> list[int]:
+    count = 1 if stepwise else PROMPTS[request]
+    return [(37 * request + 11 * i + 5) % 490 for i in range(count)]
 
 
 def following(request: int) -> list[int]:
@@ -51,23 +52,25 @@ def following(request: int) -> list[int]:
 
 @dataclass
 class Lane:
-    """The requests of one lane and what is to be fed next."""
+    """The requests of one lane and what is to be fed next; of recorded ones all as steps."""
 
     numbers: list[int]
+    stepwise: bool = False
 
     def __post_init__(self) -> None:
         self.requests, page = {}, 0
-        for slot, number in enumerate(self.numbers):
-            need = pages_for(PROMPTS[number] + STEPS)
+        prompts = {n: prompt_of(n, self.stepwise) for n in self.numbers}
+        for slot, (number, prompt) in enumerate(prompts.items()):
+            need = pages_for(len(prompt) + STEPS)
             self.requests[number] = Request(slot, tuple(range(page, page + need)))
             page += need
         self.pages = page
-        self.left = {n: [prompt_of(n), *[[t] for t in following(n)]] for n in self.numbers}
+        self.left = {n: [prompt, *[[t] for t in following(n)]] for n, prompt in prompts.items()}
 
     def batch(self, at: int) -> tuple[StepBatch | None, list[int]]:
         """The lane's pass number `at`: prompts that begin first, then steps; None when idle."""
         live = [n for n in self.numbers if self.left[n] and BEGINS[n] <= at]
-        new = [n for n in live if len(self.left[n]) == 1 + STEPS]
+        new = [n for n in live if len(self.left[n]) == 1 + STEPS and not self.stepwise]
         chosen = new or live
         if not chosen:
             return None, []
@@ -75,21 +78,22 @@ class Lane:
         return StepBatch(kind="chunks" if new else "steps", shares=tuple(shares)), chosen
 
 
-def lanes_of(mesh: Mesh) -> list[Lane]:
-    return [Lane([n for n in PROMPTS if n % mesh.data == lane]) for lane in range(mesh.data)]
+def lanes_of(mesh: Mesh, stepwise: bool = False) -> list[Lane]:
+    numbers = ([n for n in PROMPTS if n % mesh.data == lane] for lane in range(mesh.data))
+    return [Lane(own, stepwise) for own in numbers]
 
 
 PASSES = 1 + max(BEGINS.values()) + STEPS + 1
 RECORDERS = {"cuda": Cuda, "eager": Eager}  # of layouts whose steps are recorded, by name
-ROWS = 192  # most rows of a lane in one pass
+MOST = len(PROMPTS)  # rows of a step
 
 
 class Recorded:
-    """Steps over a recorder, as a room runs them; prompts as they are."""
+    """Steps over a recorder, as a room runs them."""
 
     def __init__(self, model: TextModel, memory: Memory, lane: Lane, recorder: Recorder) -> None:
         width = max(1, lane.pages)
-        self.steps = GraphedModel(model, memory, most=3, width=width, recorder=recorder)
+        self.steps = GraphedModel(model, memory, most=MOST, width=width, recorder=recorder)
 
     def forward(self, batch: StepBatch, memory: Memory) -> torch.Tensor:
         return self.steps.forward(batch, memory).clone()  # valid until the next pass
@@ -134,10 +138,9 @@ def serve(job: dict, layout: dict, rank: int, store) -> None:
         shard=shard_of(mesh, rank, spec.text, placement),
     )
     recorder = RECORDERS.get(layout.get("recorded", ""))
-    exchange = {"exchange": "direct", "rows": ROWS} if recorder else {}
-    team = join(mesh, rank, axes, spec.text, placement=placement, device=device, **exchange)
-    ops = REFERENCE
-    if recorder is not None:
+    ops, more = REFERENCE, {}
+    if recorder is not None and device != "cpu":
+        more = {"exchange": "direct", "rows": MOST}
         ops, _ = choose(
             "auto",
             narrowed(spec.text, mesh),
@@ -145,8 +148,9 @@ def serve(job: dict, layout: dict, rank: int, store) -> None:
             dtype=torch.float32,
             device=torch.device(device),
         )
-    model = TextModel(spec.text, weights, team=team, ops=ops, exact=recorder is None)
-    lane = lanes_of(mesh)[team.seat.lane]
+    team = join(mesh, rank, axes, spec.text, placement=placement, device=device, **more)
+    model = TextModel(spec.text, weights, team=team, ops=ops, exact=ops is REFERENCE)
+    lane = lanes_of(mesh, recorder is not None)[team.seat.lane]
     memory = allocate(
         narrowed(spec.text, mesh), slots=max(1, len(lane.numbers)), pages=max(1, lane.pages)
     )
