@@ -245,6 +245,8 @@ def main() -> None:
     parser.add_argument("--store", default="")
     args = parser.parse_args()
     args.ranks = args.ranks or max(2, args.devices)
+    if args.devices > (there := torch.cuda.device_count()):
+        parser.error(f"--devices is {args.devices}, and there are {there}; ask for that many")
     if args.rank >= 0:
         torch.set_num_threads(1)
         with torch.inference_mode():
@@ -256,8 +258,24 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:], "--store", store]
         command += ["--ranks", str(args.ranks)]
         ranks = [subprocess.Popen([*command, "--rank", str(r)]) for r in range(args.ranks)]
+        sys.exit(await_all(ranks))
+
+
+def await_all(ranks: list[subprocess.Popen[bytes]], within_s: float = 900.0) -> int:
+    """Wait for every rank; the first that fails, or time, ends the others, which would wait for
+    it. Returns the exit status."""
+    until = time.monotonic() + within_s
+    try:
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+            if any(rank.poll() for rank in ranks):
+                break
+            time.sleep(0.2)
+        return max(1 if rank.poll() is None else abs(rank.returncode) for rank in ranks)
+    finally:
         for rank in ranks:
-            rank.wait(600)
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
 
 
 if __name__ == "__main__":
