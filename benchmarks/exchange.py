@@ -54,6 +54,7 @@ class Bench:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.rank, self.ranks = args, args.rank, args.ranks
+        self.failed = False
         self.device, self.groups = torch.device("cpu"), 0
         if args.devices:
             self.device = torch.device("cuda", args.rank % args.devices)
@@ -110,6 +111,7 @@ class Bench:
             part()
         except Exception:
             traceback.print_exc(limit=-4)
+            self.failed = True
 
     def say(self, case: dict[str, Any], times: list[float], **more: Any) -> None:
         low, _, high = statistics.quantiles(times, n=4)
@@ -250,9 +252,10 @@ def main() -> None:
     if args.rank >= 0:
         torch.set_num_threads(1)
         with torch.inference_mode():
-            Bench(args).run()
+            bench = Bench(args)
+            bench.run()
         sys.stdout.flush()
-        os._exit(0)
+        os._exit(int(bench.failed))
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         command = [sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:], "--store", store]

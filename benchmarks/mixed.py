@@ -260,7 +260,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if not args.devices and not args.small:
         parser.error("the slice of true width needs a GPU; add --small")
     usual: dict[str, tuple[Any, Any]] = {  # small, and true width
-        "rates": ([1.0, 2.0], [1.0, 2.0, 3.0]),
+        "rates": ([1.0, 2.0], [float(n * args.devices) for n in (1, 2, 3)]),
         "seconds": (8.0, 12.0),
         "lengths": ([100, 800], [1024, 32768]),
         "tokens": (20, 200),
