@@ -1,6 +1,7 @@
 """The benchmark harness: what it measures, and that a figure is kept with its machine."""
 
 import json
+import subprocess
 
 import pytest
 
@@ -36,3 +37,10 @@ def test_figures_are_appended_with_machine_commit_and_spread(tmp_path) -> None:
     assert lines[0]["machine"]["cores"] >= 1
     assert {"cpu", "python", "versions", "load"} <= lines[0]["machine"].keys()
     assert lines[0]["commit"] != ""
+
+
+def test_a_part_that_the_script_for_two_devices_does_not_know_is_told_and_counted(tmp_path) -> None:
+    script = harness.ROOT / "benchmarks" / "two_devices.sh"
+    told = subprocess.run([script, tmp_path, "nothing"], capture_output=True, text=True)
+    assert (told.returncode, told.stdout) == (1, "no part is called nothing\n")
+    assert list(tmp_path.iterdir()) == []
