@@ -273,6 +273,8 @@ def draws(report: Report) -> None:
     """Row 9: the choice of tokens over the release's vocabulary; the floor reads logits once."""
     from common.contract.messages import Sampling
     from common.sampling import device, sampler
+    from common.sampling.history import History
+    from common.sampling.masks import Line
     from common.sampling.rows import Row
 
     kinds = {
@@ -281,6 +283,7 @@ def draws(report: Report) -> None:
         "draw, min_p": Sampling(min_p=0.05),
         "greedy, 5 logprobs": Sampling(temperature=0, logprobs=5),
         "draw, top_p": Sampling(top_p=0.9),
+        "draw, top_p, flat": Sampling(top_p=0.99, temperature=2.0),
         "draw, top_k": Sampling(top_k=50),
         "draw, penalties": Sampling(presence=0.5, frequency=0.1, repetition=1.1),
         "draw, everything": Sampling(
@@ -289,24 +292,33 @@ def draws(report: Report) -> None:
         "draw, grammar": Sampling(),
     }
     vocab = 163_840
-    for rows in (1, 256):
-        logits = 3 * randn(rows, vocab)
+    block = torch.full((256, vocab // 8), 0x5A, dtype=torch.uint8, pin_memory=True)
+    for rows in (256, 1):
+        logits, lines = 3 * randn(rows, vocab), block[:rows]
         for kind, sampling in kinds.items():
-            mask = b"\x5a" * (vocab // 8) if kind == "draw, grammar" else None
-            counts = {i * 7: 1 + i % 3 for i in range(500)}
+            seen = {i * 7: 1 + i % 3 for i in range(500)}
             batch = [
-                Row(sampling=sampling, position=i, counts=counts, mask=mask) for i in range(rows)
-            ]
+                Row(
+                    sampling=sampling, position=i, counts=history.counts, history=history,
+                    mask=Line(lines, i) if kind == "draw, grammar" else None,
+                )
+                for i, history in enumerate(History(sampling, tokens=seen) for _ in range(rows))
+            ]  # fmt: skip
             case = {"rows": rows, "kind": kind}
             enqueue = device.prepared(logits, batch)
             report("draw", case, "body", [enqueue] * 4, bytes_=logits.nbytes)
-            call = [lambda: device.launch(logits, batch).result()]
+
+            def call() -> None:
+                for row, outcome in zip(batch, device.launch(logits, batch).result(), strict=True):
+                    assert row.history is not None
+                    row.history.take(outcome.token.id)
+
             report(
-                "draw", case, "body, from rows to tokens", call, bytes_=logits.nbytes, graph=False
+                "draw", case, "body, from rows to tokens", [call], bytes_=logits.nbytes, graph=False
             )
             if rows == 1:
-                call = [lambda: sampler._together(logits, batch)]
-                report("draw", case, "torch's kernels", call, bytes_=logits.nbytes, graph=False)
+                alone = [lambda: sampler._together(logits, batch)]
+                report("draw", case, "torch's kernels", alone, bytes_=logits.nbytes, graph=False)
 
 
 def fronts(report: Report) -> None:

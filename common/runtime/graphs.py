@@ -24,6 +24,7 @@ from common.config.spec import TextSpec
 from common.model.batch import Forward, Memory, Share, StepBatch
 from common.model.run import check
 from common.model.text import TextModel, reset
+from common.ops.draw import OPEN, SURE
 from common.ops.exchange import Layout
 from common.ops.plan import Steps
 from common.ops.select import uncapturable
@@ -35,6 +36,7 @@ from common.runtime.loaded import load_facts
 from common.runtime.memory import TextMemory
 from common.runtime.part import Plan, chosen, planned_memory
 from common.runtime.recorder import Call, Cuda, Recorder
+from common.sampling.history import ENTRY_BYTES, MOST_KEPT
 from common.weights.tree import MoeWeights
 
 logger = logging.getLogger("baton.graphs")
@@ -127,12 +129,13 @@ class GraphedModel:
         self._write(batch.shares, size)
         starts = [share.start for share in batch.shares]
         self._schedule(self._plans[size], starts + [-1] * (size - count))
+        wanted = [row for row, share in enumerate(batch.shares) if share.want_logits]
+        rows: slice | Tensor = slice(count)
+        if len(wanted) < count:  # before the pass: the host waits for the copy
+            rows = torch.tensor(wanted, dtype=torch.int64, device=self._logits.device)
         with torch.inference_mode():
             self._replays[size]()
-        wanted = [row for row, share in enumerate(batch.shares) if share.want_logits]
-        if len(wanted) == count:
-            return self._logits[:count]
-        return self._logits[torch.tensor(wanted, dtype=torch.int64, device=self._logits.device)]
+        return self._logits[rows]
 
     def idle(self) -> None:
         """Take part in a step of other lanes without a request of one's own."""
@@ -182,14 +185,15 @@ class GraphedModel:
 def graph_bytes(
     text: TextSpec, dtype: str, decode: DecodeSettings, context: int = 0, *, ranks: int = 1
 ) -> int:
-    """What steps and their graphs will take of a device, rounded up.
+    """What steps, graphs and the choice of tokens will take of a device, rounded up.
 
     `context` as in `width_of`; `ranks` share the experts.
     """
     most = decode.max_batch
     tables = 2 * 8 * most * width_of(text, decode.pages, context)
     nodes = len(buckets(most)) * text.num_layers * LAYER_BYTES
-    return LIBRARY_BYTES + step_bytes(text, dtype, most, ranks=ranks) + tables + nodes
+    choice = most * (8 * (SURE + OPEN) + ENTRY_BYTES * MOST_KEPT)
+    return LIBRARY_BYTES + step_bytes(text, dtype, most, ranks=ranks) + tables + nodes + choice
 
 
 def width_of(text: TextSpec, pages: int, context: int = 0) -> int:

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.contract.messages import TokenOut
 from common.ops.draw import triton as kernels
-from common.ops.draw.triton_filter import COLUMNS
+from common.ops.draw.triton_row import COLUMNS, ID_BITS
 from common.sampling import noise
-from common.sampling.rows import Row, is_adjusted, is_scripted
+from common.sampling.history import MOST_KEPT, Entries, History
+from common.sampling.masks import block_of
+from common.sampling.rows import Row, changes_logits, is_scripted
 
 _AT = {name: i for i, name in enumerate(COLUMNS)}
 _FACTS = 5  # words of a result before the best ids: token, bad, stuck, log-probability, log of sum
 _UNSIGNED = np.iinfo(np.uint32).max
+Words = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +63,11 @@ class Pending:
             self._event.synchronize()
         words = self._host.numpy()
         reals = words[:, 3:_FACTS].copy().view(np.float64)
-        told = zip(words.tolist(), reals.tolist(), self._rows, strict=True)
+        own = reals[:, 0].astype(np.float32).tolist()
+        told = zip(words[:, :3].tolist(), own, _best(words, reals[:, 1]), self._rows, strict=True)
         return [
-            Outcome(token=_token(word, real, row), bad=word[1], is_stuck=bool(word[2]))
-            for word, real, row in told
+            Outcome(token=_token(id, logprob, best, row), bad=bad, is_stuck=bool(stuck))
+            for (id, bad, stuck), logprob, best, row in told
         ]
 
 
@@ -76,46 +82,63 @@ def launch(logits: Tensor, rows: Sequence[Row]) -> Pending:
 
 
 def prepared(logits: Tensor, rows: Sequence[Row]) -> Callable[[], Tensor]:
-    """Send the rows' parameters to the device; what is returned enqueues the launches, as often as
-    it is called, and gives `kernels.run`'s result."""
+    """Send the rows' parameters to the device, beside what the current stream still does; what is
+    returned enqueues the launches, as often as it is called, and gives `kernels.run`'s result."""
     if not logits.is_contiguous():
         logits = logits.contiguous()  # rows of an expanded tensor share their memory
-    vocab = logits.shape[1]
-    host = _host(rows, vocab)
-    table, entries, masks = _sent(
-        host.table, host.entries, host.masks, -(-vocab // 8), logits.device
-    )
-    column = {name: host.table[:, at] for name, at in _AT.items()}
-    return partial(
-        kernels.run, logits, table, entries, masks, most=host.most,
-        changed=bool(column["changed"].any()), by_count=bool((column["top_k"] > 0).any()),
-        by_mass=bool((column["top_p"].view(np.float64) < 1).any()),
-    )  # fmt: skip
+    vocab, device = logits.shape[1], logits.device
+    changing = [changes_logits(row) for row in rows]
+    table = _table(rows, vocab, changing)
+    column = {name: table[:, at] for name, at in _AT.items()}
+    masked = [i for i, row in enumerate(rows) if row.mask is not None and not is_scripted(row)]
+    facts: dict[str, Any] = {
+        "most": max(int(column["best"].max()), 0),
+        "changed": bool(column["changed"].any()),
+        "filtered": bool(
+            (column["top_k"] > 0).any() or (column["top_p"].view(np.float64) < 1).any()
+        ),
+    }
+    with _aside(device):
+        block = block_of([rows[i].mask or b"" for i in masked], -(-vocab // 8), device)
+        column["mask"][masked] = block.places
+        lists = _lists([(i, row) for i, row in enumerate(rows) if changing[i]], device)
+        for name, values in lists.columns.items():
+            column[name][lists.rows] = values
+        there = _sent(table, lists, device)
+        masks = block.lines.to(device, non_blocking=True)
+    sizes = column["size"]
+    facts |= {"entries": int(sizes.sum()), "longest": int(sizes.max())}
+    if device.type == "cuda":
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(_side(device))
+        for tensor in (there, masks, *lists.fresh):
+            tensor.record_stream(current)
+    return partial(kernels.run, logits, there, masks, **facts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Host:
-    """What a batch asks for."""
-
-    table: np.ndarray[Any, Any]  # int64 [R, columns]
-    entries: np.ndarray[Any, Any]  # int64 [entries, 4]: row, id, what and how often, bias
-    masks: list[bytes]  # of the masked rows
-    most: int  # best ids of any row
+@cache
+def _side(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
-def _host(rows: Sequence[Row], vocab: int) -> _Host:
+def _aside(device: torch.device) -> AbstractContextManager[object]:
+    """Where copies to the device do not wait for a pass in progress."""
+    return torch.cuda.stream(_side(device)) if device.type == "cuda" else nullcontext()
+
+
+def _table(rows: Sequence[Row], vocab: int, changing: Sequence[bool]) -> Words:
+    """What a batch asks for but masks and changed logits, int64 [R, columns]."""
     s = [row.sampling for row in rows]
     scripted = [is_scripted(row) for row in rows]
+    drawn = [x.temperature > 0 and not told for x, told in zip(s, scripted, strict=True)]
     real: dict[str, list[float]] = {
         "temperature": [x.temperature or 1.0 for x in s],
-        "top_p": [x.top_p for x in s],
+        "top_p": [x.top_p if yes else 1.0 for x, yes in zip(s, drawn, strict=True)],
         "least": [math.log(x.min_p) if x.min_p > 0 else -math.inf for x in s],
         "repetition": [x.repetition for x in s],
         "frequency": [x.frequency for x in s],
         "presence": [x.presence for x in s],
     }
-    drawn = [x.temperature > 0 and not told for x, told in zip(s, scripted, strict=True)]
-    masked = [i for i, row in enumerate(rows) if row.mask is not None and not scripted[i]]
     whole: dict[str, Any] = {
         "key": noise.row_keys(
             [x.seed for x in s], [r.choice for r in rows], [r.position for r in rows]
@@ -129,73 +152,95 @@ def _host(rows: Sequence[Row], vocab: int) -> _Host:
             x.top_k if yes and x.top_k < vocab else 0 for x, yes in zip(s, drawn, strict=True)
         ],
         "best": [-1 if x.logprobs is None else min(x.logprobs, vocab) for x in s],
-        "changed": [is_adjusted(row) for row in rows],
+        "changed": [row.mask is not None or yes for row, yes in zip(rows, changing, strict=True)],
+        "is_early": [row.position < row.sampling.min_tokens for row in rows],
+        "size": 0,
     }
-    real["top_p"] = [p if yes else 1.0 for p, yes in zip(real["top_p"], drawn, strict=True)]
     table = np.full((len(rows), len(_AT)), -1, dtype=np.int64)
     for name, values in real.items():
         table[:, _AT[name]] = np.array(values, dtype=np.float64).view(np.int64)
     for name, values in whole.items():
         table[:, _AT[name]] = values
-    table[masked, _AT["mask"]] = np.arange(len(masked))
-    masks = [rows[i].mask or b"" for i in masked]
-    parts = [_entries(i, row, vocab) for i, row in enumerate(rows) if is_adjusted(row)]
-    entries = np.concatenate([np.empty((0, 4), dtype=np.int64), *parts])
-    most = max(int(table[:, _AT["best"]].max()), 0)
-    return _Host(table=table, entries=entries, masks=masks, most=most)
+    return table
 
 
-def _entries(number: int, row: Row, vocab: int) -> np.ndarray[Any, Any]:
-    """The ids of a row whose logits change, int64 [ids, 4]."""
-    s = row.sampling
-    counts = row.counts if s.presence or s.frequency else {}
-    seen = (*row.counts, *row.prompt) if s.repetition != 1 else ()
-    banned = s.stop_ids if row.position < s.min_tokens else ()
-    bias = s.logit_bias
-    lists = [np.fromiter(x, np.int64, len(x)) for x in (bias, banned, seen, counts)]
-    ids = np.unique(np.concatenate(lists))
-    made = np.zeros((len(ids), 4), dtype=np.int64)
-    made[:, 0], made[:, 1] = number, ids
-    bits = (kernels.HAS_BIAS, kernels.IS_BANNED, kernels.IS_SEEN, kernels.IS_COUNTED)
-    places = [np.searchsorted(ids, listed) for listed in lists]
-    for bit, place in zip(bits, places, strict=True):
-        made[place, 2] |= bit
-    made[places[3], 2] |= np.fromiter(counts.values(), np.int64, len(counts)) << 8
-    made[places[0], 3] = np.fromiter(bias.values(), np.float64, len(bias)).view(np.int64)
-    return made[(ids >= 0) & (ids < vocab)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lists:
+    """The ids whose logits change, of the rows that have any."""
+
+    rows: list[int]
+    columns: dict[str, Words]  # of those rows
+    sent: list[tuple[int, Entries]]  # lists that go over with this step: which of `rows`, and it
+    fresh: list[Tensor]  # copies that were made now
 
 
-def _sent(
-    table: np.ndarray[Any, Any], entries: np.ndarray[Any, Any], masks: Sequence[bytes],
-    mask_bytes: int, device: torch.device,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Table, entries and masks uint8 [masks, mask_bytes] on the device, by one copy."""
-    sizes = [table.nbytes, entries.nbytes, len(masks) * mask_bytes]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    flat = packed.numpy()
-    first, second = sizes[0], sizes[0] + sizes[1]
+def _lists(rows: Sequence[tuple[int, Row]], device: torch.device) -> _Lists:
+    """Lists that the device keeps, brought up to date by an entry each, and those it does not."""
+    sent: list[tuple[int, Entries]] = []
+    fresh: list[Tensor] = []
+    words: list[tuple[int, int, int, int]] = []
+    for number, (_, row) in enumerate(rows):
+        history = row.history
+        address, place, entry = 0, -1, 0
+        if history is None:
+            history = History(row.sampling, prompt=row.prompt, tokens=row.counts)
+        if row.history is None or len(history.spacious) > MOST_KEPT:
+            sent.append((number, history.spacious[: history.size]))
+        else:
+            if history.kept is None or len(history.late) > 1:
+                history.kept = torch.from_numpy(history.spacious).to(device, copy=True)
+                fresh.append(history.kept)
+            elif history.late:
+                place = history.late[0]
+                id, what, _ = history.spacious[place].tolist()
+                entry = id | what << 32
+            address = history.kept.data_ptr()
+        history.late.clear()
+        words.append((address, history.size, place, entry))
+    found = np.array(words, dtype=np.int64).reshape(-1, 4)
+    columns = dict(zip(("entries", "size", "place", "entry"), found.T, strict=True))
+    columns["saved"] = columns["size"].cumsum() - columns["size"]
+    return _Lists(rows=[i for i, _ in rows], columns=columns, sent=sent, fresh=fresh)
+
+
+def _sent(table: Words, lists: _Lists, device: torch.device) -> Tensor:
+    """The table on the device; by the same copy, behind it, entries that are not kept, whose
+    address it gets."""
+    parts = [entries.reshape(-1) for _, entries in lists.sent]
+    first = table.nbytes
+    size = first + sum(part.nbytes for part in parts)
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty_like(packed, device=device)
+    flat, at = packed.numpy(), first
+    for (number, _), part in zip(lists.sent, parts, strict=True):
+        table[lists.rows[number], _AT["entries"]] = there.data_ptr() + at
+        flat[at : at + part.nbytes] = part.view(np.uint8)
+        at += part.nbytes
     flat[:first] = table.reshape(-1).view(np.uint8)
-    flat[first:second] = entries.reshape(-1).view(np.uint8)
-    lines = flat[second:].reshape(len(masks), mask_bytes)
-    for line, mask in zip(lines, masks, strict=True):
-        bits = np.frombuffer(mask, dtype=np.uint8)[:mask_bytes]
-        line[: len(bits)] = bits
-        line[len(bits) :] = 0
-    sent = packed.to(device, non_blocking=True).split(sizes)
-    return (
-        sent[0].view(torch.int64).view(table.shape),
-        sent[1].view(torch.int64).view(entries.shape),
-        sent[2].view(len(masks), mask_bytes),
-    )
+    there.copy_(packed, non_blocking=True)
+    return there[:first].view(torch.int64).view(table.shape)
 
 
-def _token(word: list[int], real: list[float], row: Row) -> TokenOut:
-    if row.sampling.logprobs is None:
-        return TokenOut(id=word[0])
-    listed = [x for x in word[_FACTS : _FACTS + row.sampling.logprobs] if x >= 0]
-    last = (1 << kernels.ID_BITS) - 1
-    order = np.array(listed, dtype=np.int64) >> kernels.ID_BITS
+Pairs = list[tuple[int, float]]  # ids and their log-probabilities, best first
+
+
+def _best(words: Words, total: NDArray[np.float64]) -> list[Pairs]:
+    """The best ids of every row, by the log of its sum of exponentials."""
+    listed = words[:, _FACTS:]
+    if not listed.shape[1]:
+        return [[]] * len(words)
+    order = listed >> ID_BITS
     bits = np.where(order >> 31, order ^ (1 << 31), _UNSIGNED - order).astype(np.uint32)
-    values = (bits.view(np.float32).astype(np.float64) - real[1]).astype(np.float32).tolist()
-    top = tuple((last - (x & last), value) for x, value in zip(listed, values, strict=True))
-    return TokenOut(id=word[0], logprob=float(np.float32(real[0])), top=top)
+    with np.errstate(invalid="ignore"):  # of rows that did not ask
+        values = (bits.view(np.float32).astype(np.float64) - total[:, None]).astype(np.float32)
+    last = (1 << ID_BITS) - 1
+    ids, counts = (last - (listed & last)).tolist(), (listed >= 0).sum(-1).tolist()
+    pairs = zip(ids, values.tolist(), counts, strict=True)
+    return [list(zip(some[:n], logs[:n], strict=True)) for some, logs, n in pairs]
+
+
+def _token(id: int, logprob: float, best: Pairs, row: Row) -> TokenOut:
+    asked = row.sampling.logprobs
+    if asked is None:
+        return TokenOut(id=id)
+    return TokenOut(id=id, logprob=logprob, top=tuple(best[:asked]))

@@ -27,9 +27,10 @@ from torch import Tensor
 from common.contract.messages import Sampling, TokenOut
 from common.errors import DeadEnd, PoisonedState, ServingError
 from common.sampling import noise
-from common.sampling.rows import Row, is_adjusted, is_scripted
+from common.sampling.masks import Mask
+from common.sampling.rows import Row, is_adjusted, is_scripted, is_scripted_at
 
-__all__ = ["Row", "mask_of", "sample", "unpack"]
+__all__ = ["Row", "is_scripted_at", "mask_of", "sample", "unpack"]
 
 _FIXED_POINT = 2.0**40  # the best id's weight; the sum over 2**22 such ids still fits in int64
 _NEVER = float("-inf")
@@ -43,8 +44,9 @@ class Masking(Protocol):
 
 def mask_of(sampling: Sampling, position: int, matcher: Masking | None) -> bytes | None:
     """The mask for the token at `position`; None without a grammar, and while a script speaks."""
-    scripted = sampling.script is not None and position < len(sampling.script)
-    return None if matcher is None or scripted else matcher.mask()
+    if matcher is None or is_scripted_at(sampling, position):
+        return None
+    return matcher.mask()
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenOut | ServingError]:
@@ -151,9 +153,9 @@ def _stuck(adjusted: Tensor, rows: Sequence[Row]) -> set[int]:
     return stuck
 
 
-def unpack(mask: bytes, vocab: int, device: torch.device) -> Tensor:
+def unpack(mask: Mask, vocab: int, device: torch.device) -> Tensor:
     """A mask of bits as bool [vocab]; ids beyond its end are not allowed."""
-    packed = torch.frombuffer(bytearray(mask), dtype=torch.uint8).to(device)
+    packed = torch.frombuffer(bytearray(bytes(mask)), dtype=torch.uint8).to(device)
     bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     allowed = bits.flatten()[:vocab].bool()
     return torch.nn.functional.pad(allowed, (0, vocab - allowed.shape[0]))

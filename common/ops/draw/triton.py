@@ -1,8 +1,8 @@
 """Choose tokens in a few launches: penalties, mask, filters, noise, arg max, log-probabilities.
 
 A row of logits is cut into tiles of a fixed size, so a row's result does not depend on the batch.
-Sums that decide are of integers; filters are `triton_filter`. Offsets are 64-bit. A row's
-parameters are a table of 64-bit words, `COLUMNS`; reals in it are float64.
+Sums that decide are of integers; filters are `triton_filter` and `triton_select`. Offsets are
+64-bit. A row's parameters are a table of 64-bit words, `COLUMNS`; reals in it are float64.
 """
 
 from __future__ import annotations
@@ -12,34 +12,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from common.ops.draw import OPEN, SURE
+from common.ops.draw.triton_adjust import adjust_kernel
 from common.ops.draw.triton_filter import (
-    COLUMNS,
     EDGES,
-    LEVELS,
-    highest,
-    kept,
-    logits_tile,
+    is_listed,
+    list_kernel,
     narrow_kernel,
-    order_of,
+    searches,
+)  # fmt: skip
+from common.ops.draw.triton_row import (
+    BEST,
+    CHANGED,
+    IS_DRAWN,
+    KEY,
+    LEAST,
+    MASK,
+    ROW,
+    SCRIPT,
+    gumbel,
+    highest,
+    logits_tile,
     real,
     scaled_by,
-    searches,
-    tie_kernel,
+    word_of,
 )  # fmt: skip
+from common.ops.draw.triton_select import select_kernel
 
 BLOCK = 2048  # ids of a tile; a constant, or bits would depend on the batch
-HAS_BIAS, IS_BANNED, IS_SEEN, IS_COUNTED = 1, 2, 4, 8  # of an entry
-ID_BITS = 24  # of a word that orders logits, then ids
-
-_ROW = tl.constexpr(len(COLUMNS))
-_KEY, _TEMPERATURE, _IS_DRAWN, _SCRIPT, _TOP_K, _TOP_P, _LEAST = (tl.constexpr(i) for i in range(7))
-_MASK, _BEST, _REPETITION, _FREQUENCY, _PRESENCE, _CHANGED = (tl.constexpr(i) for i in range(7, 13))
-_HAS_BIAS, _IS_BANNED = tl.constexpr(HAS_BIAS), tl.constexpr(IS_BANNED)
-_IS_SEEN, _IS_COUNTED = tl.constexpr(IS_SEEN), tl.constexpr(IS_COUNTED)
-_ID_BITS, _LAST_ID = tl.constexpr(ID_BITS), tl.constexpr((1 << ID_BITS) - 1)
-_GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
-_FIRST, _SECOND = tl.constexpr(0xBF58476D1CE4E5B9), tl.constexpr(0x94D049BB133111EB)
-_TINY = tl.constexpr(2.0**-52)
+ADJUSTED = 256  # entries of a program
+SCAN = {"BLOCK": 1024, "num_warps": 1}  # of a program of `narrow_kernel`
+PUT = {"BLOCK": 1024, "num_warps": 2}  # of `list_kernel`
+SEARCH = {"CUTS": 8, "BLOCK": 512, "num_warps": 8}  # of a program of `select_kernel`
 
 
 @triton.jit
@@ -55,37 +59,8 @@ def survey_kernel(
     peak = tl.max(x, 0)
     tl.store(bad_ptr + row * tiles + tile, tl.sum(bad.to(tl.int32), 0))
     tl.store(peak_ptr + row * tiles + tile, peak)
-    if tl.load(table_ptr + row * _ROW + _BEST) >= 0:
+    if tl.load(table_ptr + row * ROW + BEST) >= 0:
         tl.store(sum_ptr + row * tiles + tile, tl.sum(tl.exp(x - peak), 0))
-
-
-@triton.jit(do_not_specialize=["count"])
-def adjust_kernel(
-    x_ptr, x_row, table_ptr, entry_ptr, kept_ptr, count, RESTORE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Grid: entries. Bias, minimum length and penalties in place; RESTORE undoes them."""
-    at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-    live = at < count
-    row = tl.load(entry_ptr + at * 4, mask=live, other=0)
-    x_at = x_ptr + row * x_row + tl.load(entry_ptr + at * 4 + 1, mask=live, other=0)
-    if RESTORE:
-        tl.store(x_at, tl.load(kept_ptr + at, mask=live, other=0.0), mask=live)
-    else:
-        x = tl.load(x_at, mask=live, other=0.0)
-        tl.store(kept_ptr + at, x, mask=live)
-        word = tl.load(entry_ptr + at * 4 + 2, mask=live, other=0)
-        bias = tl.load(entry_ptr + at * 4 + 3, mask=live, other=0).to(tl.float64, bitcast=True)
-        table = table_ptr + row * _ROW
-        repetition = real(table, _REPETITION).to(tl.float32)
-        frequency = real(table, _FREQUENCY).to(tl.float32)
-        presence = real(table, _PRESENCE).to(tl.float32)
-        x = tl.where(word & _HAS_BIAS != 0, x + bias.to(tl.float32), x)
-        x = tl.where(word & _IS_BANNED != 0, float("-inf"), x)
-        seen = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
-        x = tl.where(word & _IS_SEEN != 0, seen, x)
-        less = frequency * (word >> 8).to(tl.float32) + presence
-        x = tl.where(word & _IS_COUNTED != 0, x - less, x)
-        tl.store(x_at, x, mask=live)
 
 
 @triton.jit
@@ -94,8 +69,8 @@ def peak_kernel(
 ):
     """Grid: (rows, tiles). The best of a row that was adjusted or masked."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table = table_ptr + row * _ROW
-    if tl.load(table + _CHANGED) == 0:
+    table = table_ptr + row * ROW
+    if tl.load(table + CHANGED) == 0:
         return
     at = tile * BLOCK + tl.arange(0, BLOCK)
     x = logits_tile(x_ptr, x_row, table, mask_ptr, mask_row, row, at, V)
@@ -103,38 +78,27 @@ def peak_kernel(
 
 
 @triton.jit
-def _gumbel(key, at):
-    """Noise of a row and ids; float64, from the same bits as everywhere."""
-    z = key.to(tl.uint64, bitcast=True) + (at + 1).to(tl.uint64) * _GAMMA
-    z = (z ^ (z >> 30)) * _FIRST
-    z = (z ^ (z >> 27)) * _SECOND
-    z = z ^ (z >> 31)
-    uniform = ((z >> 12).to(tl.int64).to(tl.float64) + 0.5) * _TINY
-    return -tl.log(-tl.log(uniform))
-
-
-@triton.jit(do_not_specialize=["rows"])
 def draw_kernel(
-    x_ptr, x_row, table_ptr, mask_ptr, mask_row, peak_ptr, state_ptr, sum_ptr, tie_ptr, score_ptr,
-    id_ptr, V, tiles, rows, FILTERED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_row, table_ptr, mask_ptr, mask_row, peak_ptr, count_ptr, border_ptr, score_ptr,
+    id_ptr, V, tiles, FILTERED: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, tiles). A tile's best id: of the logits, or with noise of those left."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table = table_ptr + row * _ROW
+    table = table_ptr + row * ROW
+    if FILTERED:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
+        if is_listed(table, count_ptr, row):
+            return
     at = tile * BLOCK + tl.arange(0, BLOCK)
     x = logits_tile(x_ptr, x_row, table, mask_ptr, mask_row, row, at, V)
     score = x.to(tl.float64)
-    if tl.load(table + _IS_DRAWN) == 1:
+    if tl.load(table + IS_DRAWN) == 1:
         peak = highest(peak_ptr, row, tiles, TILES)
         scaled = scaled_by(x, table, peak)
-        left = (at < V) & (scaled >= real(table, _LEAST))
-        if FILTERED:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
-            if searches(table, 0) | searches(table, 1):
-                order = tl.where(at < V, order_of(x).to(tl.int64), -1)
-                left = left & kept(
-                    table, state_ptr, sum_ptr, tie_ptr, order, row, rows, tile, tiles, peak, TILES
-                )
-        score = tl.where(left, _gumbel(tl.load(table + _KEY), at) + scaled, float("-inf"))
+        left = (at < V) & (scaled >= real(table, LEAST))
+        if FILTERED:  # noqa: SIM102
+            if searches(table):
+                left = left & (word_of(x, at) >= tl.load(border_ptr + row))
+        score = tl.where(left, gumbel(tl.load(table + KEY), at) + scaled, float("-inf"))
     best = tl.max(score, 0)
     tl.store(score_ptr + row * tiles + tile, best)
     tl.store(id_ptr + row * tiles + tile, tl.min(tl.where(score == best, at, V), 0))
@@ -148,20 +112,20 @@ def finish_kernel(
     """Grid: rows. Token, bad logits, whether nothing may come, log-probability of the token, and
     the logarithm of the sum of exponentials; the last two as float64."""
     row = tl.program_id(0).to(tl.int64)
-    at, table = tl.arange(0, TILES), table_ptr + row * _ROW
+    at, table = tl.arange(0, TILES), table_ptr + row * ROW
     live, place = at < tiles, row * tiles + at
     score = tl.load(score_ptr + place, mask=live, other=float("-inf"))
     ids = tl.load(id_ptr + place, mask=live, other=V)
     token = tl.min(tl.where(score == tl.max(score, 0), ids, V), 0).to(tl.int64)
-    script = tl.load(table + _SCRIPT)
+    script = tl.load(table + SCRIPT)
     token = tl.where(script >= 0, script, tl.minimum(token, V - 1))
     best_left = tl.max(tl.load(peak_ptr + place, mask=live, other=float("-inf")), 0)
-    stuck = (tl.load(table + _MASK) >= 0) & (script < 0) & (best_left == float("-inf"))
+    stuck = (tl.load(table + MASK) >= 0) & (script < 0) & (best_left == float("-inf"))
     out = out_ptr + row * out_row
     tl.store(out, token)
     tl.store(out + 1, tl.sum(tl.load(bad_ptr + place, mask=live, other=0), 0).to(tl.int64))
     tl.store(out + 2, stuck.to(tl.int64))
-    if tl.load(table + _BEST) >= 0:
+    if tl.load(table + BEST) >= 0:
         raw = tl.load(raw_ptr + place, mask=live, other=float("-inf"))
         peak = tl.max(raw, 0)
         parts = tl.load(sum_ptr + place, mask=live, other=0.0) * tl.exp(raw - peak)
@@ -186,11 +150,11 @@ def best_kernel(
 ):
     """Grid: (rows, tiles). A tile's best raw logits as words: order above, the id's complement."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(table_ptr + row * _ROW + _BEST) <= 0:
+    if tl.load(table_ptr + row * ROW + BEST) <= 0:
         return
     at = tile * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * x_row + at, mask=at < V, other=float("-inf"))
-    word = tl.where(at < V, (order_of(x).to(tl.int64) << _ID_BITS) | (_LAST_ID - at), -1)
+    word = tl.where(at < V, word_of(x, at), -1)
     _extract(word, word_ptr + (row * tiles + tile) * MOST, MOST)
 
 
@@ -200,7 +164,7 @@ def join_kernel(
 ):
     """Grid: rows. The best of all tiles, behind what `finish_kernel` wrote."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(table_ptr + row * _ROW + _BEST) <= 0:
+    if tl.load(table_ptr + row * ROW + BEST) <= 0:
         return
     at = tl.arange(0, WORDS)
     word = tl.load(word_ptr + row * tiles * MOST + at, mask=at < tiles * MOST, other=-1)
@@ -208,21 +172,24 @@ def join_kernel(
 
 
 def run(
-    logits: Tensor, table: Tensor, entries: Tensor, masks: Tensor, *, most: int, changed: bool,
-    by_count: bool, by_mass: bool,
+    logits: Tensor, table: Tensor, masks: Tensor, *, most: int, entries: int, longest: int,
+    changed: bool, filtered: bool,
 ) -> Tensor:  # fmt: skip
     """Enqueue everything; the host waits for nothing.
 
     Args:
         logits: float32 [R, V], contiguous, V below 2^24; changed in between, restored at the end.
-        table: int64 [R, COLUMNS].
-        entries: int64 [n, 4]: row, id (one of a row once), what happens and above it how often the
-            id came, bias.
+        table: int64 [R, COLUMNS]; `entries` is the address of a row's `size` entries, int32
+            [size, 3] on the device: id, what happens (above it how often the id came), and bias
+            (float32 bits). `place` is where `entry` (id, and what happens above it) is written
+            before they are used, -1 for nowhere; `saved` is where in a buffer of all rows' entries
+            the row's begin.
         masks: uint8 [masked rows, bytes], a bit an id.
         most: best ids of any row.
+        entries: of all rows.
+        longest: entries of any row.
         changed: whether any row is adjusted or masked.
-        by_count: whether any row has top_k.
-        by_mass: whether any row has top_p.
+        filtered: whether any row has top_k or top_p.
 
     Returns:
         int64 [R, 5 + most]: token, bad logits, whether no token was left, its log-probability and
@@ -233,7 +200,7 @@ def run(
     tiles = triton.cdiv(vocab, BLOCK)
     width = triton.next_power_of_2(tiles)
     grid, x = (rows, tiles), (logits, logits.stride(0))
-    masked = (masks, masks.shape[1])
+    masked = (masks, masks.stride(0))
 
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -252,34 +219,36 @@ def run(
             table, words, out, tiles, out.stride(0), MOST=most,
             WORDS=triton.next_power_of_2(tiles * most), num_warps=8,
         )  # fmt: skip
-    count, peak = entries.shape[0], raw
-    saved = empty(count, dtype=torch.float32)
-    if count:
-        adjust_kernel[(triton.cdiv(count, 256),)](
-            *x, table, entries, saved, count, RESTORE=False, BLOCK=256, enable_fp_fusion=False
+    peak, saved = raw, empty(entries, dtype=torch.float32)
+    adjusted = (rows, triton.cdiv(longest, ADJUSTED))
+    if entries:
+        adjust_kernel[adjusted](
+            *x, table, saved, vocab, RESTORE=False, BLOCK=ADJUSTED, enable_fp_fusion=False
         )
     if changed:
         peak = raw.clone()
         peak_kernel[grid](*x, table, *masked, peak, vocab, tiles, BLOCK=BLOCK)
-    ties = state = found = ids  # without filters nobody reads them
-    sizes = {"TILES": width, "BLOCK": BLOCK}
-    if by_count or by_mass:
-        ties = empty(rows, tiles, dtype=torch.int32)
-        state = empty(2, LEVELS + 1, rows, 3, dtype=torch.int64)
-        found = torch.zeros((2, LEVELS, rows, EDGES), dtype=torch.int64, device=device)
-        given = (*x, table, *masked, peak, state, found)
-        for phase, wanted in enumerate((by_count, by_mass)):
-            for level in range(LEVELS if wanted else 0):
-                narrow_kernel[grid](*given, vocab, tiles, rows, level, PHASE=phase, **sizes)
-        tie_kernel[grid](*given, ties, vocab, tiles, rows, **sizes)
-    draw_kernel[grid](
-        *x, table, *masked, peak, state, found, ties, score, ids, vocab, tiles, rows,
-        FILTERED=by_count or by_mass, **sizes,
-    )  # fmt: skip
-    if count:
-        adjust_kernel[(triton.cdiv(count, 256),)](
-            *x, table, entries, saved, count, RESTORE=True, BLOCK=256
-        )
+    given, sizes = (*x, table, *masked, peak), {"TILES": width, "BLOCK": BLOCK}
+    counts = border = ids  # without filters nobody reads them
+    if filtered:
+        zeros = torch.zeros(2 * rows * (EDGES + 1), dtype=torch.int64, device=device)
+        found, counts = zeros[: 2 * rows * EDGES], zeros[2 * rows * EDGES :]
+        border = empty(rows, dtype=torch.int64)
+        listed = empty(rows, SURE + OPEN, dtype=torch.int64)
+        parts = (rows, triton.cdiv(vocab, SCAN["BLOCK"]))
+        for again in (False, True):
+            narrow_kernel[parts](
+                *given, found, vocab, tiles, rows, AGAIN=again, TILES=width, **SCAN
+            )
+        parts = (rows, triton.cdiv(vocab, PUT["BLOCK"]))
+        list_kernel[parts](*given, found, counts, listed, vocab, tiles, rows, TILES=width, **PUT)
+        select_kernel[(rows,)](
+            *given, found, counts, listed, border, score, ids, vocab, tiles, rows, TILES=width,
+            **SEARCH,
+        )  # fmt: skip
+    draw_kernel[grid](*given, counts, border, score, ids, vocab, tiles, FILTERED=filtered, **sizes)
+    if entries:
+        adjust_kernel[adjusted](*x, table, saved, vocab, RESTORE=True, BLOCK=ADJUSTED)
     finish_kernel[(rows,)](
         *x, table, bad, raw, sums, peak, score, ids, out, vocab, tiles, out.stride(0), TILES=width
     )

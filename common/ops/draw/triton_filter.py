@@ -1,9 +1,10 @@
-"""What every kernel of sampling knows of a row, and the borders of top_k and top_p.
+"""top_k and top_p: launches that find a row's border and choose from what lies above it.
 
-A border is found without sorting: every launch cuts a stretch of the logits' order into sixteen and
-adds up what lies at or above each edge, by number (top_k) or by weight in fixed point (top_p). The
-first edges follow the logits' values, the later ones halve what is left evenly; a tile without a
-logit in the stretch has nothing to do. Equals on the border are told apart by their ids.
+Nothing is sorted. A border is the least word (`triton_row`) that a filter keeps: the largest with
+enough at or above it, by number (top_k) or by weight in fixed point (top_p). A launch adds up the
+row at sixteen edges, a second at sixteen between two of them (not where few words are left), and a
+third lists what is kept for sure and what may be; the last is `triton_select`. Edges follow the
+logits' values: evenly cut, their bits would crowd around zero.
 """
 
 from __future__ import annotations
@@ -11,229 +12,184 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LEVELS, EDGES = 9, 16  # of a search: one by value, eight that take four bits each
-COLUMNS = (  # of a row's table, 64 bits each
-    "key", "temperature", "is_drawn", "script", "top_k", "top_p", "least", "mask", "best",
-    "repetition", "frequency", "presence", "changed",
+from common.ops.draw import OPEN, SURE
+from common.ops.draw.triton_row import (
+    ID_SHIFT,
+    ROW,
+    TEMPERATURE,
+    TOP,
+    TOP_K,
+    TOP_P,
+    highest,
+    logits_tile,
+    order_of,
+    real,
+    scaled_by,
+    value_of,
+    weight_of,
+    word_of,
 )  # fmt: skip
 
-_ROW = tl.constexpr(len(COLUMNS))
-_KEY, _TEMPERATURE, _IS_DRAWN, _SCRIPT, _TOP_K, _TOP_P, _LEAST = (tl.constexpr(i) for i in range(7))
-_MASK, _BEST, _REPETITION, _FREQUENCY, _PRESENCE, _CHANGED = (tl.constexpr(i) for i in range(7, 13))
-_LEVELS, _EDGES = tl.constexpr(LEVELS), tl.constexpr(EDGES)
-_TOP = tl.constexpr(1 << 32)  # above every order
+EDGES = 16
+
+_EDGES, _SURE, _OPEN = tl.constexpr(EDGES), tl.constexpr(SURE), tl.constexpr(OPEN)
 _DEEP = tl.constexpr(28.5)  # below the best by so much, over the temperature, weights are zero
-_ROUND = tl.constexpr(2.0**52)  # adding and taking it away rounds to the nearest whole, even
-_FIXED = tl.constexpr(2.0**40)  # as in the definition
+_FAR = tl.constexpr(400.0)  # below the best, for numbers; any
+_FEW = tl.constexpr(OPEN // 2)
+_NARROW = tl.constexpr(1 << 21)  # orders, a quarter of a power of two: values lie evenly in them
+_VALUED = tl.constexpr(6)  # cuts by value at most; around zero they do not come to an end
 
 
 @triton.jit
-def real(row_ptr, column):
-    """A float64 of a row's table."""
-    return tl.load(row_ptr + column).to(tl.float64, bitcast=True)
+def searches(table):
+    """Whether a row has top_k or top_p."""
+    return (tl.load(table + TOP_K) > 0) | (real(table, TOP_P) < 1.0)
 
 
 @triton.jit
-def logits_tile(x_ptr, x_row, row_ptr, mask_ptr, mask_row, row, at, V):
-    """A tile of a row as the mask leaves it; minus infinity for what may not come."""
-    live = at < V
-    x = tl.load(x_ptr + row * x_row + at, mask=live, other=float("-inf"))
-    place = tl.load(row_ptr + _MASK)
-    if place >= 0:
-        byte = tl.load(mask_ptr + place * mask_row + at // 8, mask=live, other=0).to(tl.int32)
-        x = tl.where((byte >> (at % 8).to(tl.int32)) & 1 == 1, x, float("-inf"))
-    return x
+def is_listed(table, count_ptr, row):
+    """Whether a row's choice comes from its list."""
+    is_whole = (tl.load(count_ptr + row * 2) <= _SURE) & (tl.load(count_ptr + row * 2 + 1) <= _OPEN)
+    return searches(table) & is_whole
 
 
 @triton.jit
-def order_of(x):
-    """Logits as unsigned integers of the same order; both zeros are one."""
-    bits = tl.where(x == 0.0, 0.0, x).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
-
-
-@triton.jit
-def scaled_by(x, row_ptr, peak):
-    """Logits over the temperature, below their best; float64."""
-    temperature = real(row_ptr, _TEMPERATURE)
-    return x.to(tl.float64) / temperature - peak.to(tl.float64) / temperature
-
-
-@triton.jit
-def _weight(scaled):
-    """exp in fixed point, int64."""
-    return ((tl.exp(scaled) * _FIXED + _ROUND) - _ROUND).to(tl.int64)
-
-
-@triton.jit
-def highest(peak_ptr, row, tiles, TILES: tl.constexpr):
-    """The best of a row."""
-    at = tl.arange(0, TILES)
-    return tl.max(tl.load(peak_ptr + row * tiles + at, mask=at < tiles, other=float("-inf")), 0)
-
-
-@triton.jit
-def searches(table, PHASE: tl.constexpr):
-    """Whether a row has the filter of a phase: top_k in phase 0, top_p in phase 1."""
-    if PHASE == 0:
-        return tl.load(table + _TOP_K) > 0
-    return real(table, _TOP_P) < 1.0
-
-
-@triton.jit
-def _value_of(order):
-    """The logit of an order."""
-    bits = tl.where(order >> 31 == 1, order - 0x80000000, 0xFFFFFFFF - order)
-    return bits.to(tl.uint32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _edges(table, low, high, level, peak):
-    """Where a level cuts the stretch from `low` to `high`; the first edge is `low`."""
+def _first_edges(table, peak):
+    """Sixteen orders, rising from 0, that follow the logits' values; uint32."""
     number = tl.arange(0, _EDGES)
     deep = (number * -1 + _EDGES).to(tl.float64) / _EDGES
-    value = peak.to(tl.float64) - deep * deep * _DEEP * real(table, _TEMPERATURE)
-    by_value = order_of(value.to(tl.float32)).to(tl.int64)
-    step = (high - low + _EDGES - 1) // _EDGES
-    edges = tl.where(level == 0, by_value, low + number.to(tl.int64) * step)
-    return tl.where(number == 0, low, edges)
+    by_weight = deep * deep * _DEEP * real(table, TEMPERATURE)
+    depth = tl.where(tl.load(table + TOP_K) > 0, deep * deep * deep * _FAR, by_weight)
+    return tl.where(number == 0, 0, order_of((peak.to(tl.float64) - depth).to(tl.float32)))
 
 
 @triton.jit
-def _stretch(table, state_ptr, sum_ptr, row, rows, level, peak, PHASE: tl.constexpr):
-    """Where a phase's border lies before a level: from, to, and what lies above."""
-    low, high, above = (
-        tl.full([], 0, tl.int64),
-        tl.full([], _TOP, tl.int64),
-        tl.full([], 0, tl.int64),
-    )
-    if level > 0:
-        at = state_ptr + ((PHASE * (_LEVELS + 1) + level - 1) * rows + row) * 3
-        low, high, above = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        number = tl.arange(0, _EDGES)
-        sums = sum_ptr + (PHASE * _LEVELS * rows + row) * _EDGES
-        found = tl.load(sums + (level - 1) * rows * _EDGES + number)
-        edges = _edges(table, low, high, level - 1, peak)
-        needed = tl.load(table + _TOP_K).to(tl.float64)
-        if PHASE == 1:
-            border, more, _ = after_top_k(table, state_ptr, sum_ptr, row, rows, peak)
-            found += tl.where((edges <= border) & (border < high), more, 0)
-            needed = (tl.load(sums) + more).to(tl.float64) * real(table, _TOP_P)
-        enough = ((above + found).to(tl.float64) >= needed) | (number == 0)
-        best = tl.max(tl.where(enough, number, 0), 0)
-        next_ = number == best + 1
-        above += tl.sum(tl.where(next_, found, 0), 0)
-        low = tl.sum(tl.where(number == best, edges, 0), 0)
-        high = tl.minimum(high, tl.min(tl.where(next_, edges, _TOP), 0))
-    return low, high, above
+def next_edges(low, high, cuts, EDGES: tl.constexpr):
+    """Words that cut a stretch, from its beginning on: by value, or evenly where that is as good or
+    was done in vain (`cuts` were before)."""
+    number = tl.arange(0, EDGES)
+    by_value = ((high - low) >> ID_SHIFT > _NARROW) & (low > 0) & (cuts < _VALUED)
+    first, last = value_of(low).to(tl.float64), value_of(high).to(tl.float64)
+    value = first + (last - first) * (number.to(tl.float64) / EDGES)
+    valued = order_of(value.to(tl.float32)).to(tl.int64) << ID_SHIFT
+    even = low + number.to(tl.int64) * ((high - low + EDGES - 1) // EDGES)
+    return tl.where(number == 0, low, tl.maximum(tl.where(by_value, valued, even), low))
 
 
 @triton.jit
-def after_top_k(table, state_ptr, sum_ptr, row, rows, peak):
-    """The border of top_k (-1 without), the weight of the equals on it that stay, and how many ids
-    lie above it."""
-    k = tl.load(table + _TOP_K)
-    border, more, above = (
-        tl.full([], -1, tl.int64),
-        tl.full([], 0, tl.int64),
-        tl.full([], 0, tl.int64),
-    )
-    if k > 0:
-        border, _high, above = _stretch(table, state_ptr, sum_ptr, row, rows, _LEVELS, peak, 0)
-        more = (k - above) * _weight(scaled_by(_value_of(border), table, peak))
-    return border, more, above
-
-
-@triton.jit(do_not_specialize=["rows", "level"])
-def narrow_kernel(
-    x_ptr, x_row, table_ptr, mask_ptr, mask_row, peak_ptr, state_ptr, sum_ptr, V, tiles, rows,
-    level, PHASE: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Grid: (rows, tiles). How much lies in the stretch at or above each of a level's edges."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table = table_ptr + row * _ROW
-    if searches(table, PHASE) == 0:
-        return
-    peak = highest(peak_ptr, row, tiles, TILES)
-    low, high, above = _stretch(table, state_ptr, sum_ptr, row, rows, level, peak, PHASE)
-    if tile == 0:
-        state = state_ptr + ((PHASE * (_LEVELS + 1) + level) * rows + row) * 3
-        tl.store(state, low)
-        tl.store(state + 1, high)
-        tl.store(state + 2, above)
-    if high - low <= 1:
-        return
-    at = tile * BLOCK + tl.arange(0, BLOCK)
-    x = logits_tile(x_ptr, x_row, table, mask_ptr, mask_row, row, at, V)
-    order = tl.where(at < V, order_of(x).to(tl.int64), -1)
-    inside = (order >= low) & (order < high)
-    if PHASE == 1:
-        border, _more, _ = after_top_k(table, state_ptr, sum_ptr, row, rows, peak)
-        inside = inside & (order > border)
-    if tl.max(inside.to(tl.int32), 0) == 1:
-        if PHASE == 0:
-            amount = inside.to(tl.int64)
-        else:
-            amount = tl.where(inside, _weight(scaled_by(x, table, peak)), 0)
-        edges = _edges(table, low, high, level, peak)
-        number = tl.arange(0, _EDGES)
-        base = sum_ptr + ((PHASE * _LEVELS + level) * rows + row) * _EDGES
-        for n in tl.static_range(_EDGES):
-            edge = tl.sum(tl.where(number == n, edges, 0), 0)
-            found = tl.sum(tl.where(order >= edge, amount, 0), 0)
-            if found > 0:
-                tl.atomic_add(base + n, found)
+def narrowed(edges, found, above, needed, high, EDGES: tl.constexpr):
+    """The stretch between two edges with the border, what lies above it, and what in it."""
+    number = tl.arange(0, EDGES)
+    enough = ((above + found).to(tl.float64) >= needed) | (number == 0)
+    best = tl.max(tl.where(enough, number, 0), 0)
+    low = tl.sum(tl.where(number == best, edges, 0), 0)
+    high = tl.minimum(high, tl.min(tl.where(number == best + 1, edges, TOP), 0))
+    beyond = tl.sum(tl.where(number == best + 1, found, 0), 0)
+    within = tl.sum(tl.where(number == best, found, 0), 0) - beyond
+    return low, high, above + beyond, within
 
 
 @triton.jit
-def _border(table, state_ptr, sum_ptr, row, rows, peak):
-    """The border of both filters."""
-    border, _more, _ids = after_top_k(table, state_ptr, sum_ptr, row, rows, peak)
-    if searches(table, 1):
-        border, _high, _above = _stretch(table, state_ptr, sum_ptr, row, rows, _LEVELS, peak, 1)
-    return border
+def _needed(table, sum_ptr, row):
+    """How much a row's first filter wants: top_k where there is one."""
+    needed = tl.load(table + TOP_K).to(tl.float64)
+    if needed <= 0:
+        needed = tl.load(sum_ptr + row * _EDGES).to(tl.float64) * real(table, TOP_P)
+    return needed
+
+
+@triton.jit
+def stretch(table, sum_ptr, row, rows, peak, AGAIN: tl.constexpr):
+    """Where the first filter's border lies by the sums of the first launch, or also by those made
+    AGAIN; what lies above it; and whether they are made again for this row."""
+    number, needed = tl.arange(0, _EDGES), _needed(table, sum_ptr, row)
+    found = tl.load(sum_ptr + row * _EDGES + number)
+    edges = _first_edges(table, peak).to(tl.int64) << ID_SHIFT
+    top = (order_of(peak).to(tl.int64) + 1) << ID_SHIFT
+    low, high, above, within = narrowed(edges, found, tl.full([], 0, tl.int64), needed, top, _EDGES)
+    again = (tl.load(table + TOP_K) <= 0) | (within > _FEW)
+    if AGAIN:  # noqa: SIM102 - the outer one is decided when the kernel is compiled
+        if again:
+            found = tl.load(sum_ptr + (rows + row) * _EDGES + number)
+            edges = next_edges(low, high, 0, _EDGES)
+            low, high, above, _ = narrowed(edges, found, above, needed, high, _EDGES)
+    return low, high, above, again
+
+
+@triton.jit
+def _add_up(place, edges, amount, most, sum_ptr):
+    """Add what lies at or above each edge; nothing lies above `most`."""
+    number = tl.arange(0, _EDGES)
+    for n in tl.static_range(_EDGES):
+        edge = tl.sum(tl.where(number == n, edges, 0), 0)
+        if edge <= most:
+            found = tl.sum(tl.where(place >= edge, amount, 0), 0)
+            tl.atomic_add(sum_ptr + n, found.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows"])
-def tie_kernel(
-    x_ptr, x_row, table_ptr, mask_ptr, mask_row, peak_ptr, state_ptr, sum_ptr, tie_ptr, V, tiles,
-    rows, TILES: tl.constexpr, BLOCK: tl.constexpr,
+def narrow_kernel(
+    x_ptr, x_row, table_ptr, mask_ptr, mask_row, peak_ptr, sum_ptr, V, tiles, rows,
+    AGAIN: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows, tiles). A tile's ids on the border."""
-    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    table = table_ptr + row * _ROW
-    if (searches(table, 0) == 0) & (searches(table, 1) == 0):
+    """Grid: (rows, blocks). How much lies at or above each of the first edges; AGAIN, of edges
+    between two of them."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table = table_ptr + row * ROW
+    if searches(table) == 0:
         return
     peak = highest(peak_ptr, row, tiles, TILES)
-    border = _border(table, state_ptr, sum_ptr, row, rows, peak)
-    at = tile * BLOCK + tl.arange(0, BLOCK)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < V
+    if AGAIN:
+        low, high, _above, again = stretch(table, sum_ptr, row, rows, peak, False)
+        if again == 0:
+            return
+        x = logits_tile(x_ptr, x_row, table, mask_ptr, mask_row, row, at, V)
+        place, edges = word_of(x, at), next_edges(low, high, 0, _EDGES)
+        inside = inside & (place >= low) & (place < high)
+        most = tl.max(tl.where(inside, place, -1), 0)
+        base = sum_ptr + (rows + row) * _EDGES
+    else:
+        x = logits_tile(x_ptr, x_row, table, mask_ptr, mask_row, row, at, V)
+        place, edges = order_of(x), _first_edges(table, peak)
+        most = order_of(tl.max(x, 0))
+        base = sum_ptr + row * _EDGES
+    if tl.load(table + TOP_K) > 0:
+        _add_up(place, edges, inside.to(tl.int32), most, base)
+    else:
+        weight = tl.where(inside, weight_of(scaled_by(x, table, peak)), 0)
+        _add_up(place, edges, weight, most, base)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def list_kernel(
+    x_ptr, x_row, table_ptr, mask_ptr, mask_row, peak_ptr, sum_ptr, count_ptr, list_ptr, V, tiles,
+    rows, TILES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid: (rows, blocks). Put a row's words into its list, in any order: those that are kept for
+    sure, and behind `_SURE` places those that may be."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    table = table_ptr + row * ROW
+    if searches(table) == 0:
+        return
+    peak = highest(peak_ptr, row, tiles, TILES)
+    low, high, _above, _again = stretch(table, sum_ptr, row, rows, peak, True)
+    at = block * BLOCK + tl.arange(0, BLOCK)
     x = logits_tile(x_ptr, x_row, table, mask_ptr, mask_row, row, at, V)
-    order = tl.where(at < V, order_of(x).to(tl.int64), -1)
-    tl.store(tie_ptr + row * tiles + tile, tl.sum((order == border).to(tl.int32), 0))
+    word = word_of(x, at)
+    own = list_ptr + row * (_SURE + _OPEN)
+    wanted = (at < V) & (word >= high)
+    _put(own, count_ptr + row * 2, word, wanted, _SURE)
+    wanted = (at < V) & (word >= low) & (word < high)
+    _put(own + _SURE, count_ptr + row * 2 + 1, word, wanted, _OPEN)
 
 
 @triton.jit
-def kept(
-    table, state_ptr, sum_ptr, tie_ptr, order, row, rows, tile, tiles, peak, TILES: tl.constexpr
-):
-    """Which ids of a tile the filters leave; equals on the border by their ids."""
-    border, more, ids_above = after_top_k(table, state_ptr, sum_ptr, row, rows, peak)
-    number = tl.arange(0, TILES)
-    earlier = tl.load(tie_ptr + row * tiles + number, mask=number < tile, other=0)
-    most = tl.full([], 0x7FFFFFFF, tl.int64)  # of the equals
-    if border >= 0:
-        most = tl.load(table + _TOP_K) - ids_above
-    before, weight = tl.full([], 0, tl.int64), tl.full([], 0, tl.int64)
-    enough = tl.full([], 1.0, tl.float64)
-    if searches(table, 1):
-        last = border
-        border, _high, before = _stretch(table, state_ptr, sum_ptr, row, rows, _LEVELS, peak, 1)
-        if border > last:
-            most = tl.full([], 0x7FFFFFFF, tl.int64)
-        weight = _weight(scaled_by(_value_of(border), table, peak))
-        total = tl.load(sum_ptr + (_LEVELS * rows + row) * _EDGES) + more
-        enough = total.to(tl.float64) * real(table, _TOP_P)
-    tie = order == border
-    nth = tl.sum(earlier, 0) + tl.cumsum(tie.to(tl.int32), 0) - 1
-    within = (before + nth * weight).to(tl.float64) < enough
-    return (order > border) | (tie & within & (nth < most))
+def _put(list_ptr, count_ptr, word, wanted, ROOM: tl.constexpr):
+    """Append words, as far as there is room; all are counted."""
+    count = tl.sum(wanted.to(tl.int32), 0)
+    if count > 0:
+        place = tl.atomic_add(count_ptr, count, sem="relaxed")
+        place += tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(list_ptr + place, word, mask=wanted & (place < ROOM))
