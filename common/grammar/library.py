@@ -8,12 +8,15 @@ allow is lost, and a lost matcher allows nothing. Why this library: docs/decisio
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import llguidance
+import numpy as np
 from llguidance.tiktoken import lltokenizer_from_encoding
+from numpy.typing import NDArray
 
 from common.config.vocabulary import END_OF_MSG, PIECES, SLOTS, control_tokens, read_ranks
 from common.contract.grammar import Grammar
@@ -68,15 +71,16 @@ class Vocabulary:
         matcher = llguidance.LLMatcher(self._encoding, grammar.source, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise InvalidRequest(_reason(matcher.get_error()))
-        return Matcher(matcher)
+        return Matcher(matcher, self.size)
 
 
 class Matcher:
     """A position in a grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: Any) -> None:
-        """`matcher` is the library's."""
-        self._matcher = matcher
+    def __init__(self, matcher: Any, size: int) -> None:
+        """`matcher` is the library's, over `size` ids."""
+        self._matcher, self._size = matcher, size
+        self._taken: list[int] = []  # not told to the library yet
 
     def mask(self) -> bytes:
         """Which ids may come next: a bit an id, the lowest bit of a byte first.
@@ -84,28 +88,70 @@ class Matcher:
         All zero when nothing may come: the matcher is lost (`why_lost`), or the grammar was
         completed before.
         """
-        bits: bytes = self._matcher.compute_bitmask()
-        if self._matcher.is_error() or self._matcher.is_stopped():
-            return bytes(len(bits))
-        return bits
+        bits: bytes = self._moved().compute_bitmask()
+        return bytes(len(bits)) if self._is_over() else bits
 
     def take(self, *tokens: int) -> None:
-        """Move on by tokens that were emitted."""
-        self._matcher.consume_tokens(list(tokens))
+        """Move on by tokens that were emitted; the work is done when somebody asks."""
+        self._taken += tokens
 
     @property
     def why_lost(self) -> str:
         """Why nothing is allowed any more; empty while something is."""
-        return _reason(self._matcher.get_error()) if self._matcher.is_error() else ""
+        matcher = self._moved()
+        return _reason(matcher.get_error()) if matcher.is_error() else ""
 
     @property
     def is_complete(self) -> bool:
         """Whether what was taken is a whole answer."""
-        return not self._matcher.is_error() and bool(self._matcher.is_accepting())
+        matcher = self._moved()
+        return not matcher.is_error() and bool(matcher.is_accepting())
 
     def copy(self) -> Matcher:
         """Another matcher at the same position; compiled parts are shared."""
-        return Matcher(self._matcher.deep_copy())
+        return Matcher(self._moved().deep_copy(), self._size)
+
+    @property
+    def width(self) -> int:
+        """Bytes of its line for a `Filler`: whole words of four."""
+        return -(-self._size // 32) * 4
+
+    def _moved(self) -> Any:
+        if self._taken:
+            self._matcher.consume_tokens(self._taken)
+            self._taken = []
+        return self._matcher
+
+    def _is_over(self) -> bool:
+        return bool(self._matcher.is_error() or self._matcher.is_stopped())
+
+
+class Filler:
+    """Masks of many matchers at once, in threads of the library, without Python's lock."""
+
+    def __init__(self) -> None:
+        """Nothing is started before the first masks."""
+        self._executor: Any = None
+
+    def __call__(self, matchers: Sequence[Matcher], lines: NDArray[np.uint8]) -> None:
+        """Write the mask of each matcher.
+
+        Args:
+            matchers: n different ones of one vocabulary.
+            lines: uint8 [n, width], contiguous; bits as of `Matcher.mask`.
+        """
+        if self._executor is None:
+            self._executor = llguidance.LLExecutor()
+        single = [matcher for matcher in matchers if len(matcher._taken) == 1]
+        if single:  # no call of none
+            self._executor.consume_token_par([(m._matcher, m._taken.pop()) for m in single])
+        pairs = [(matcher._moved(), at) for at, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(
+            pairs, lines.ctypes.data, lines.shape[1], lines.shape[0]
+        )
+        for at, matcher in enumerate(matchers):
+            if matcher._is_over():
+                lines[at] = 0
 
 
 def _reason(text: str) -> str:

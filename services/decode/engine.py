@@ -38,8 +38,17 @@ from common.observe.metrics import Tally
 from common.runtime.choosing import Stepper
 from common.runtime.loop import EngineLoop, promise
 from common.runtime.memory import TextMemory
+from common.sampling.masks import Masks
 from services.decode.frames import Frames, Push
-from services.decode.held import Choice, Held, give_back, reserve_in_a_lane, row_of, share_of
+from services.decode.held import (
+    Choice,
+    Held,
+    give_back,
+    position_of,
+    reserve_in_a_lane,
+    row_of,
+    share_of,
+)
 from services.decode.intake import Intake, Times
 from services.decode.joining import canary_difference, join
 from services.decode.scheduler import plan_step
@@ -67,12 +76,13 @@ class DecodeEngine:
         canary_bound: float,
         push: Push,
         release: Release,
+        masks: Masks,
     ) -> None:
         """Build the engine; `loop.start()` begins."""
         self._model, self._memory, self._intake = model, memory, intake
         self._threads, self._settings, self._tally = threads, settings, tally
         self._epoch, self._lease_s, self._canary_bound = epoch, lease_s, canary_bound
-        self._release = release
+        self._release, self._masks = release, masks
         self._helds: dict[bytes, Held] = {}
         self._running: list[tuple[Held, Choice]] = []
         self._frames = Frames(push)
@@ -235,6 +245,8 @@ class DecodeEngine:
         self._steps += 1
         if self.plant is not None:
             self.plant(batch, self._memory)
+        sampled = [(held, c) for held, c in batch if c.fed + 1 == len(c.tokens)]
+        masks = self._masks.begin([position_of(held, c) for held, c in sampled])  # beside the pass
         logits = self._model.step(
             StepBatch(kind="steps", shares=tuple(share_of(held, c) for held, c in batch)),
             self._memory.tensors,
@@ -243,15 +255,14 @@ class DecodeEngine:
             held.memory.states.advance(choice.slot, held.id, 1)
             choice.fed += 1
             choice.last_step = self._steps
-        sampling = [(held, choice) for held, choice in batch if choice.fed == len(choice.tokens)]
-        rows = [row_of(held, choice) for held, choice in sampling]
+        rows = [row_of(*pair, mask) for pair, mask in zip(sampled, masks.result(), strict=True)]
         # This waits for the step, or a slot could be freed under it.
-        tokens = self._model.sample(logits, rows, [held.memory.lane for held, _ in sampling])
-        for (held, choice), token in zip(sampling, tokens, strict=True):
+        tokens = self._model.sample(logits, rows, [held.memory.lane for held, _ in sampled])
+        for (held, choice), token in zip(sampled, tokens, strict=True):
             self._emit(held, choice, token)
         self._frames.flush(self._steps)
         self._tally.add("baton_decode_steps_total")
-        self._tally.add("baton_decode_tokens_total", float(len(sampling)))
+        self._tally.add("baton_decode_tokens_total", float(len(sampled)))
         self._tally.observe("baton_decode_step_seconds", time.perf_counter() - started)
         self._tally.observe("baton_decode_batch", float(len(batch)))
         return True
@@ -264,7 +275,7 @@ class DecodeEngine:
             self._finish(held, choice, "error", token)
             return
         choice.tokens.append(token.id)
-        choice.counts[token.id] += 1
+        choice.history.take(token.id)
         if choice.matcher is not None:
             choice.matcher.take(token.id)
         finish = finish_of(held.job.sampling, token.id, len(choice.tokens))

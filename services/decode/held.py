@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,7 +22,9 @@ from common.model.batch import Share
 from common.runtime.loop import promise
 from common.runtime.memory import TextMemory
 from common.runtime.place import Place
-from common.sampling.sampler import Row, mask_of
+from common.sampling.history import History
+from common.sampling.masks import Mask
+from common.sampling.sampler import Row, is_scripted_at
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +34,9 @@ class Choice:
     index: int
     slot: int
     pages: tuple[int, ...]  # shared ones first
-    tokens: list[int] = field(default_factory=list)  # emitted, and forced ones on a replay
+    tokens: list[int]  # emitted, and forced ones on a replay
+    history: History  # the same tokens, counted
     fed: int = 0  # of them, how many the state absorbed
-    counts: Counter[int] = field(default_factory=Counter)
     last_step: int = 0
     finish: str = ""
     matcher: Matcher | None = None  # stands after `tokens`
@@ -60,7 +61,6 @@ class Held:
     is_paused: bool = False  # its client does not read
     accepted: Future[Accepted] = field(default_factory=promise)
     choices: list[Choice] = field(default_factory=list)
-    prompt: frozenset[int] = frozenset()  # distinct prompt ids, for the repetition penalty
     matcher: Matcher | None = None  # stands at the answer's beginning
 
     @property
@@ -157,15 +157,22 @@ def share_of(held: Held, choice: Choice) -> Share:
     )
 
 
-def row_of(held: Held, choice: Choice) -> Row:
+def position_of(held: Held, choice: Choice) -> Matcher | None:
+    """Where its next token's mask comes from; None without a grammar, and while a script speaks."""
+    assert held.job is not None
+    is_told = is_scripted_at(held.job.sampling, len(choice.tokens))
+    return None if is_told else choice.matcher
+
+
+def row_of(held: Held, choice: Choice, mask: Mask | None) -> Row:
     """What sampling its next token needs to know."""
     assert held.job is not None
-    sampling, position = held.job.sampling, len(choice.tokens)
     return Row(
-        sampling=sampling,
+        sampling=held.job.sampling,
         choice=choice.index,
-        position=position,
-        counts=choice.counts,
-        prompt=held.prompt,
-        mask=mask_of(sampling, position, choice.matcher),
+        position=len(choice.tokens),
+        counts=choice.history.counts,
+        prompt=choice.history.prompt,
+        history=choice.history,
+        mask=mask,
     )

@@ -5,7 +5,6 @@ Runs in the engine's thread, between two steps.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from common.contract.messages import DecodeJob
 from common.grammar.library import Matcher
 from common.model.batch import Forward, Share, StepBatch
 from common.runtime.memory import TextMemory
+from common.sampling.history import History
 from services.decode.held import Choice, Held
 
 
@@ -28,8 +28,7 @@ def join(held: Held, job: DecodeJob, memory: TextMemory) -> list[Choice]:
     """
     total, shared = held.reserve.prompt_tokens, held.shared_pages
     memory.states.begin(held.slots[0], held.id, tokens=total, zero=False)
-    if job.sampling.repetition != 1.0:
-        held.prompt = frozenset(job.token_ids)
+    prompt = frozenset(job.token_ids) if job.sampling.repetition != 1 else frozenset()
     choices = []
     for index in range(held.reserve.n):
         slot, own = held.slots[index], held.own_pages[index]
@@ -45,7 +44,7 @@ def join(held: Held, job: DecodeJob, memory: TextMemory) -> list[Choice]:
                 slot=slot,
                 pages=shared + own,
                 tokens=tokens,
-                counts=Counter(tokens),
+                history=History(job.sampling, prompt=prompt, tokens=tokens),
                 finish=finish_of(job.sampling, tokens[-1], len(tokens)),
                 matcher=_placed(held.matcher, tokens),
             )

@@ -24,12 +24,14 @@ from common.contract.messages import (
     TokenFrame,
 )
 from common.errors import CapacityError
+from common.grammar.library import Filler
 from common.runtime.choosing import Far, Near, Stepper
 from common.runtime.graphs import check_memory, graphed
 from common.runtime.grouped import GroupModel
 from common.runtime.leading import Starter
 from common.runtime.moving import Moving
 from common.runtime.text_room import TextRoom
+from common.sampling.masks import Masks
 from common.transfer.slices import slot_memory
 from services.decode.engine import DecodeEngine
 from services.decode.intake import Intake
@@ -67,6 +69,7 @@ class DecodeRoom(TextRoom):
             deadline_s=transfer.deadline_s,
             claim=self.claim,
         )
+        self._masks = Masks(Filler(), pinned=loaded.device.type == "cuda")
         self.engine = DecodeEngine(
             self._stepper(settings),
             self.memory,
@@ -79,6 +82,7 @@ class DecodeRoom(TextRoom):
             canary_bound=transfer.canary_bound,
             push=self._push,
             release=self.release,
+            masks=self._masks,
         )
 
         self._skew = Skew(loaded.model.load, self.engine.loop.ask, self.tally)
@@ -126,6 +130,7 @@ class DecodeRoom(TextRoom):
         if self.rebalancer is not None:
             self.rebalancer.stop()
         await self.stop(self.engine.loop)
+        self._masks.close()
 
     async def load(self, message: Ping, caller: str) -> Load:
         """How busy this replica is."""

@@ -115,7 +115,15 @@ def test_choices_begin_behind_their_own_first_tokens():
     assert left.matcher.mask() != right.matcher.mask()
 
 
-def joined(matcher, *, forced=(), first=(0, 0)):
+def test_choices_count_what_they_emitted_themselves():
+    sampling = {"repetition": 1.5, "frequency": 0.1}
+    replayed, other = joined(None, forced=((5, 5, 6), (7,)), **sampling)
+    assert replayed.history.counts == {5: 2, 6: 1} and other.history.counts == {7: 1}
+    assert replayed.history.prompt == {1}
+    assert [c.history.counts for c in joined(None, first=(8, 9))] == [{8: 1}, {9: 1}]
+
+
+def joined(matcher, *, forced=(), first=(0, 0), **sampling):
     """`join` of two choices over memory that does nothing."""
     held = SimpleNamespace(
         reserve=SimpleNamespace(prompt_tokens=64, n=2),
@@ -126,7 +134,7 @@ def joined(matcher, *, forced=(), first=(0, 0)):
         matcher=matcher,
     )
     job = SimpleNamespace(
-        sampling=Sampling(n=2, max_tokens=90),
+        sampling=Sampling(n=2, max_tokens=90, **sampling),
         token_ids=(1,) * 64,
         forced=forced,
         ticket=SimpleNamespace(
