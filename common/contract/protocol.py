@@ -23,6 +23,7 @@ class State(StrEnum):
 
     OFFERED = "offered"  # spans are known, content is still being made
     SEALED = "sealed"  # content is complete and signed
+    PULLING = "pulling"  # portions of an offer are READ as they become final; no seal yet
     FETCHING = "fetching"  # a READ may be in flight
     VERIFIED = "verified"  # what arrived is what was signed
     RELEASED = "released"  # ended: the receiver has what it wanted
@@ -62,7 +63,7 @@ class Event(StrEnum):
     TICKET = "ticket"
     ACCEPT = "accept"
     AGAIN = "again"  # refused: another pass, on the reservation that stands
-    RESTART = "restart"  # decode died: another pass from the queue
+    RESTART = "restart"  # decode died, or its seat is spent: another pass from the queue
     FINISH = "finish"
     QUIT = "quit"
 
@@ -90,6 +91,7 @@ class Objection(Protocol):
 OWNER: Table = {
     (State.OFFERED, Event.SEAL): State.SEALED,
     (State.OFFERED, Event.RENEW): State.OFFERED,
+    (State.OFFERED, Event.REFUSE): State.REFUSED,
     (State.OFFERED, Event.ABORT): State.ABORTED,
     (State.OFFERED, Event.EXPIRE): State.EXPIRED,
     (State.SEALED, Event.RENEW): State.SEALED,
@@ -100,6 +102,16 @@ OWNER: Table = {
 }
 
 RECEIVER: Table = {
+    (State.OFFERED, Event.POST): State.PULLING,  # the first portion
+    (State.OFFERED, Event.SEAL): State.SEALED,  # the job came before any portion was final
+    (State.OFFERED, Event.REFUSE): State.REFUSED,
+    (State.OFFERED, Event.ABORT): State.ABORTED,
+    (State.OFFERED, Event.EXPIRE): State.EXPIRED,
+    (State.PULLING, Event.SEAL): State.FETCHING,  # the job joins what is under way
+    (State.PULLING, Event.REFUSE): State.REFUSED,
+    (State.PULLING, Event.FAIL): State.ABORTED,
+    (State.PULLING, Event.ABORT): State.ABORTED,
+    (State.PULLING, Event.EXPIRE): State.EXPIRED,
     (State.SEALED, Event.POST): State.FETCHING,
     (State.SEALED, Event.REFUSE): State.REFUSED,
     (State.SEALED, Event.ABORT): State.ABORTED,
@@ -139,6 +151,7 @@ ROUTER: Table = {
     (State.PREFILLING, Event.TICKET): State.HANDING,
     (State.PREFILLING, Event.FINISH): State.FINISHED,  # the first token was the last one
     (State.PREFILLING, Event.AGAIN): State.PREFILLING,
+    (State.PREFILLING, Event.RESTART): State.WAITING,  # a pull was given up, and its seat with it
     (State.PREFILLING, Event.QUIT): State.FAILED,
     (State.HANDING, Event.ACCEPT): State.STREAMING,
     (State.HANDING, Event.AGAIN): State.PREFILLING,

@@ -4,8 +4,9 @@ The world is a router, one prefill replica P with one place for a request, one d
 two, and a network that delays at will and, within a budget, loses and repeats; P and D may crash.
 What the three do on a message is written here, as in the rooms; every change of state goes through
 the tables and functions of `common.contract.protocol`, which a mutation replaces. Memory is a tag:
-P's place holds the nonce written there, and a READ copies it in two halves at two moments, so that
-a READ can be torn, stale or late.
+P's place holds in two halves the nonce written there, and a READ copies them at two moments, so
+that a READ can be torn, stale or late. With `early`, P offers when its first half is final and the
+second is still being written, and D pulls each half as P says that it is.
 
 A request has passes k = 0 and 1: `name = 2 * request + k`, `nonce = 2 * name + serial`; the serial
 tells two tickets of one name apart. A state is made of ints and strings only. It is sorted where
@@ -30,12 +31,15 @@ CHANNEL = {
     "prefill": "RP", "cancel": "RP", "release": "RP",
     "granted": "DR", "accepted": "DR", "refused": "DR", "gone": "DR", "finish": "DR",
     "ticket": "PR", "failed": "PR", "claim": "DP", "claimed": "PD",
+    "offered": "PR", "pull": "RD", "await": "DP", "ready": "PD",
 }  # fmt: skip
 
 BRANCHES = {  # what may differ when a message is delivered
     "ticket": ("hand", "complete"),  # the first token was the last one
     "claimed": ("", "late"),  # too little of the lease is left
+    "ready": ("", "late"),
 }
+UNSEALED = (State.OFFERED, State.PULLING)  # where a pull stands that no job has joined
 
 State_ = tuple[object, ...]
 
@@ -72,6 +76,11 @@ class Habits:
     receiver_reserves: bool = True  # takes a request only for a reservation it granted
     router_counts: bool = True  # passes
     owner_looks: bool = True  # whether a ticket is live before it frees its place
+    owner_waits: bool = True  # until a half is final before it says so
+    receiver_joins: bool = True  # a job to the pull of its ticket, instead of reading anew
+    receiver_seals: bool = True  # uses nothing that was pulled before its seal came
+    receiver_stops: bool = True  # pulls no more once the reservation ended
+    receiver_rests: bool = True  # lets go of a pull between two READs at once
 
 
 @dataclass
@@ -82,13 +91,13 @@ class Draft:
         list  # per request: [state, k, seat, seat's epoch, P's epoch when asked, nonce, endings]
     )
     tickets: dict  # live at P: nonce -> state
-    place: list  # P's memory: [owner's nonce, content]
+    place: list  # P's memory: [owner's nonce, halves that are final, first half, second half]
     seats: dict  # at D: name -> [state, cell, nonce, receiver's state]
     cells: list  # D's memory: [state, owner's name, first half, second half]
-    reads: dict  # in flight: cell -> (nonce, halves landed)
+    reads: dict  # begun and not over: cell -> (nonce, halves landed, halves posted)
     messages: list
     epochs: list  # [P's, D's, P's as D knows it]
-    marks: list  # bit sets of nonces: [taken at D, ever taken, ever made, of a dead P]
+    marks: list  # bit sets of nonces: [taken at D, ever taken, ever made, of a dead P, sealed]
     left: list  # of the budget: [losses, repeats, crashes, expiries]
 
     def freeze(self, ordered: bool) -> State_:
@@ -140,10 +149,10 @@ def mirror(world: State_) -> State_:
     return (
         tuple(flipped[::-1]),
         tuple(sorted((nonce(n), s) for n, s in tickets)),
-        (nonce(place[0]), nonce(place[1])),
+        (nonce(place[0]), place[1], nonce(place[2]), nonce(place[3])),
         tuple(sorted((name(seat), s, c, nonce(n), r) for seat, s, c, n, r in seats)),
         tuple((s, name(owner), nonce(a), nonce(b)) for s, owner, a, b in cells),
-        tuple((c, nonce(n), halves) for c, n, halves in reads),
+        tuple((c, nonce(n), *halves) for c, n, *halves in reads),
         tuple(sorted(map(message, messages))),
         epochs,
         tuple((mark & 15) << 4 | mark >> 4 for mark in marks),
@@ -158,6 +167,7 @@ class Explorer:
     rules: Rules = RULES
     habits: Habits = Habits()
     faults: Faults = Faults()
+    early: bool = False  # offers leave before their memory is final
     rows: Counter = field(default_factory=Counter)  # (table, state, event) -> times taken
     edges: int = 0
 
@@ -207,13 +217,13 @@ class Explorer:
         draft = Draft(
             [router, other],
             {},
-            [NOBODY, NOBODY],
+            [NOBODY, 0, NOBODY, NOBODY],
             {},
             [cell, cell],
             {},
             [],
             [1, 1, 1],
-            [0] * 4,
+            [0] * 5,
             left,
         )
         return self.canonical(draft)
@@ -243,7 +253,7 @@ class Explorer:
 
     def check(self, world: State_, label: str) -> None:
         """The invariants of a single state."""
-        routers, tickets, place, seats, cells, reads, _messages, *_ = world
+        routers, tickets, place, seats, cells, reads, _messages, _epochs, marks, _left = world
         for state, k, *_rest, endings in routers:
             _hold(endings == (state in FINAL), f"a request ended {endings} times", label, world)
             _hold(k <= 1, "a request is tried again without end", label, world)
@@ -254,7 +264,7 @@ class Explorer:
             label,
             world,
         )
-        reading = {cell: nonce for cell, nonce, _ in reads}
+        reading = {cell: nonce for cell, nonce, *_ in reads}
         seated = {}
         for name, state, cell, nonce, receiver in seats:
             seated[cell] = name
@@ -267,6 +277,7 @@ class Explorer:
                     label,
                     world,
                 )
+                _hold(bool(marks[4] >> nonce & 1), "a token before the seal", label, world)
         for at, (state, owner, *_halves) in enumerate(cells):
             wanted = {State.FREE: False, State.HELD: False}.get(state, True)
             _hold((at in reading) == wanted, "memory and the READs into it disagree", label, world)
@@ -310,7 +321,7 @@ class Explorer:
     def owner_acts(self, world: State_) -> Iterator[tuple]:
         for nonce, state in world[1]:
             if state == State.OFFERED:
-                yield (self.seal, nonce)
+                yield (self.seal if world[2][1] == 2 else self.compute, nonce)
             yield (self.expire_ticket, nonce)
         if world[-1][2]:
             yield (self.crash_owner,)
@@ -318,14 +329,17 @@ class Explorer:
     def receiver_acts(self, world: State_) -> Iterator[tuple]:
         for name, state, _, _, receiver in world[3]:
             yield (self.expire_seat, name)
+            if receiver in UNSEALED:
+                yield (self.pull_given_up, name)
             if state == State.TAKEN:
                 yield (self.orphan, name)
                 if receiver == State.FETCHING:
                     yield (self.give_up, name)
                 if receiver == State.RELEASED:
                     yield (self.finish, name)
-        for cell, *_ in world[5]:
-            yield (self.land, cell)
+        for cell, _, landed, posted in world[5]:
+            if landed < posted:
+                yield (self.land, cell)
         if world[-1][2]:
             yield (self.crash_receiver,)
 
@@ -429,6 +443,11 @@ class Explorer:
             router[3], router[4] = epoch, draft.epochs[0]
             draft.messages.append(("prefill", 2 * (name >> 1) + router[1], NOBODY))
 
+    def on_offered(self, draft: Draft, name: int, nonce: int, made: int) -> None:
+        router = draft.routers[name >> 1]
+        if router[0] == State.PREFILLING and router[1] == name & 1:
+            draft.messages.append(("pull", router[2], nonce, made, draft.epochs[0], router[3]))
+
     def on_ticket(self, draft: Draft, name: int, nonce: int, epoch: int, branch: str) -> None:
         router = draft.routers[name >> 1]
         event = Event.TICKET if branch == "hand" else Event.FINISH
@@ -463,6 +482,8 @@ class Explorer:
         state, _, at, _, _, wanted, _ = draft.routers[seat >> 1]
         if state == State.HANDING and (at, wanted) == (seat, nonce):
             self.quit(draft, seat >> 1)
+        elif state == State.PREFILLING and at == seat:
+            self.again(draft, seat >> 1, Event.RESTART)
 
     def on_finish(self, draft: Draft, seat: int, nonce: int) -> None:
         state, _, at, _, _, wanted, _ = draft.routers[seat >> 1]
@@ -482,7 +503,15 @@ class Explorer:
         if not draft.marks[2] >> nonce & 1:
             draft.marks[2] |= 1 << nonce
             draft.tickets[nonce] = State.OFFERED
-            draft.place[:] = [nonce, nonce]
+            if self.early:
+                draft.place[:] = [nonce, 1, nonce, draft.place[3]]
+                draft.messages.append(("offered", name, nonce, draft.epochs[0]))
+            else:
+                draft.place[:] = [nonce, 2, nonce, nonce]
+
+    def compute(self, draft: Draft, nonce: int) -> None:
+        """The second half becomes final."""
+        draft.place[:] = [nonce, 2, nonce, nonce]
 
     def seal(self, draft: Draft, nonce: int) -> None:
         renewed = self.move("owner", draft.tickets[nonce], Event.RENEW)
@@ -490,6 +519,7 @@ class Explorer:
         if sealed is None:
             raise Later
         draft.tickets[nonce] = sealed
+        draft.marks[4] |= 1 << nonce
         draft.messages.append(("ticket", nonce >> 1, nonce, draft.epochs[0]))
 
     def end_ticket(self, draft: Draft, nonce: int, event: Event, *, due: bool = False) -> bool:
@@ -499,7 +529,7 @@ class Explorer:
         if after in ENDED:
             del draft.tickets[nonce]
         if after in ENDED or not self.habits.owner_looks:
-            draft.place[0] = NOBODY
+            draft.place[:2] = [NOBODY, 0]
         elif after is not None:
             draft.tickets[nonce] = after
         return after in ENDED
@@ -510,7 +540,7 @@ class Explorer:
         renewed = state == State.OFFERED
         renewed |= any(r[0] == State.HANDING and r[5] == nonce for r in draft.routers)
         renewed |= any(
-            seat[2] == nonce and seat[3] in (State.SEALED, State.FETCHING)
+            seat[2] == nonce and seat[3] in (*UNSEALED, State.SEALED, State.FETCHING)
             for seat in draft.seats.values()
         )
         renewed |= any(message[2] == nonce for message in draft.messages)
@@ -534,8 +564,22 @@ class Explorer:
         granted = state is not None and self.move("owner", state, Event.RENEW) is not None
         draft.messages.append(("claimed", NOBODY, nonce, int(granted)))
 
+    def on_await(self, draft: Draft, _: int, nonce: int, known: int) -> None:
+        """Answered when more than `known` halves are final, or when the ticket ended."""
+        state = draft.tickets.get(nonce)
+        if state is None or self.move("owner", state, Event.RENEW) is None:
+            draft.messages.append(("ready", NOBODY, nonce, 0))
+            return
+        final = draft.place[1] if self.habits.owner_waits else 2
+        if final <= known:
+            raise Later
+        draft.messages.append(("ready", NOBODY, nonce, final))
+
     def on_release(self, draft: Draft, _: int, nonce: int, event: Event) -> None:
-        self.end_ticket(draft, nonce, event)
+        was = draft.tickets.get(nonce)
+        ended = self.end_ticket(draft, nonce, event)
+        if ended and was == State.OFFERED:
+            draft.messages.append(("failed", nonce >> 1, NOBODY))
 
     def on_cancel(self, draft: Draft, name: int, _: int) -> None:
         for nonce in [nonce for nonce in draft.tickets if nonce >> 1 == name]:
@@ -547,7 +591,7 @@ class Explorer:
         draft.epochs[0] += 1
         draft.marks[3] = draft.marks[2]
         draft.tickets.clear()
-        draft.place[:] = [NOBODY, NOBODY]
+        draft.place[:] = [NOBODY, 0, NOBODY, NOBODY]
         for cell in list(draft.reads):
             self.read_ends(draft, cell, Event.FAIL)
 
@@ -578,6 +622,12 @@ class Explorer:
             draft.cells[cell] = [State.HELD, name, NOBODY, NOBODY]
             seat = draft.seats[name] = [State.GRANTED, cell, NOBODY, ""]
         elif seat is None or granted != draft.epochs[1]:
+            self.turn_away(draft, name, nonce, tell=True)
+            return
+        if seat[3] in UNSEALED and seat[2] == nonce and self.habits.receiver_joins:
+            self.join(draft, name)
+            return
+        if seat[3] in UNSEALED and seat[2] != nonce and not self.make_way(draft, name):
             self.turn_away(draft, name, nonce, tell=True)
             return
         used = bool(draft.marks[0] >> nonce & 1) and self.habits.receiver_remembers
@@ -611,21 +661,133 @@ class Explorer:
         seat, cell = draft.seats[name], draft.cells[draft.seats[name][1]]
         seat[3] = self.step("receiver", seat[3], Event.POST)
         cell[0] = self.step("destination", cell[0], Event.POST)
-        draft.reads[seat[1]] = (nonce, 0)
+        self.post(draft, seat[1], nonce, 2)
+        return None
+
+    def post(self, draft: Draft, at: int, nonce: int, halves: int) -> None:
+        draft.reads[at] = (nonce, 0, halves)
         if draft.marks[3] >> nonce & 1:  # the process that made it is gone
-            self.read_ends(draft, seat[1], Event.FAIL)
+            self.read_ends(draft, at, Event.FAIL)
+
+    def on_pull(
+        self, draft: Draft, name: int, nonce: int, made: int, peer: int, granted: int
+    ) -> None:
+        """Begin to READ an offer; one that is turned away is handed off whole, or not at all."""
+        seat = draft.seats.get(name)
+        if seat is None or granted != draft.epochs[1] or seat[0] != State.GRANTED:
+            return
+        if seat[2] == nonce or (seat[3] in UNSEALED and not self.make_way(draft, name)):
+            return
+        used = bool(draft.marks[0] >> nonce & 1) and self.habits.receiver_remembers
+        refused = self.rules.objection(
+            ticket_epoch=made, producer_epoch=peer, known_epoch=draft.epochs[2], is_used=used
+        )
+        draft.epochs[2] = max(draft.epochs[2], peer)
+        if refused:
+            return
+        if made < draft.epochs[2]:
+            raise Broken(f"an offer {nonce} of an older epoch is pulled")
+        if draft.marks[1] >> nonce & 1:
+            raise Broken(f"ticket {nonce} is taken twice")
+        draft.marks[0] |= 1 << nonce
+        draft.marks[1] |= 1 << nonce
+        seat[2:] = [nonce, State.OFFERED]
+        draft.messages.append(("await", NOBODY, nonce, 0))
+
+    def on_ready(self, draft: Draft, _: int, nonce: int, final: int, branch: str = "") -> None:
+        """So many halves may be READ; 0: the owner holds the ticket no more."""
+        known = (*UNSEALED, State.SEALED, State.FETCHING)
+        name = next((n for n, s in draft.seats.items() if s[2] == nonce and s[3] in known), None)
+        if branch:
+            self.spend(draft, True)
+        if name is None:
+            if not self.habits.receiver_stops:
+                self.pull_on(draft, nonce, final)
+            return
+        seat, at = draft.seats[name], draft.seats[name][1]
+        if at not in draft.reads and seat[3] in (State.PULLING, State.FETCHING):
+            return  # everything is here
+        if branch or not final:
+            if at in draft.reads and draft.reads[at][1] < draft.reads[at][2]:
+                raise Later  # what was posted ends first
+            self.end_pull(draft, name, Event.EXPIRE if branch else Event.REFUSE)
+        elif seat[3] in (State.OFFERED, State.SEALED):
+            seat[3] = self.step("receiver", seat[3], Event.POST)
+            draft.cells[at][0] = self.step("destination", draft.cells[at][0], Event.POST)
+            self.post(draft, at, nonce, final)
+            if final < 2 and at in draft.reads:
+                draft.messages.append(("await", NOBODY, nonce, final))
+        elif final > draft.reads[at][2]:
+            draft.reads[at] = (*draft.reads[at][:2], final)
+
+    def pull_on(self, draft: Draft, nonce: int, final: int) -> None:
+        """What a receiver must not do: post more for a request that is gone."""
+        for at, (reading, landed, posted) in draft.reads.items():
+            if reading == nonce and posted < final:
+                draft.reads[at] = (nonce, landed, final)
+                raise Broken(f"the pull of {nonce} outlives its reservation")
+
+    def join(self, draft: Draft, name: int) -> None:
+        """The job came with the seal of what is being pulled: it goes on as its READ."""
+        seat = draft.seats[name]
+        seat[0] = self.move("reservation", seat[0], Event.TAKE)
+        seat[3] = self.step("receiver", seat[3], Event.SEAL)
+        if seat[3] == State.FETCHING and seat[1] not in draft.reads:
+            self.compare(draft, name, Event.DONE)
+
+    def rest(self, draft: Draft, at: int) -> bool:
+        """Let go of a READ of which nothing is in flight; False while something is."""
+        if at in draft.reads:
+            _, landed, posted = draft.reads[at]
+            if landed < posted:
+                return False
+            del draft.reads[at]
+            draft.cells[at][0] = self.step("destination", draft.cells[at][0], Event.FAIL)
+        return True
+
+    def make_way(self, draft: Draft, name: int) -> bool:
+        """Another ticket comes for a seat that pulls: that one ends unless it is in mid-READ."""
+        _, landed, posted = draft.reads.get(draft.seats[name][1], (0, 0, 0))
+        if landed == posted:
+            self.end_pull(draft, name, Event.ABORT)
+        return landed == posted
+
+    def end_pull(self, draft: Draft, name: int, event: Event) -> None:
+        """A pull comes to nothing while nothing of it is in flight; its reservation stands."""
+        seat = draft.seats[name]
+        self.rest(draft, seat[1])
+        if seat[0] == State.TAKEN:
+            return self.refuse(draft, name, event)
+        self.step("receiver", seat[3], event)
+        event = Event.ABORT if event in (Event.ABORT, Event.FAIL) else Event.REFUSE
+        self.tell(draft, seat[2], event)
+        seat[2:] = [NOBODY, ""]
+        draft.cells[seat[1]][2:] = [NOBODY, NOBODY]
+        return None
+
+    def pull_given_up(self, draft: Draft, name: int) -> None:
+        """No word came about its halves, or a READ takes too long, which spends the seat."""
+        _, at, nonce, receiver = draft.seats[name]
+        if receiver == State.PULLING and at not in draft.reads:
+            raise Later  # everything is here
+        if at not in draft.reads or draft.reads[at][1] == draft.reads[at][2]:
+            return self.end_pull(draft, name, Event.ABORT)
+        self.leave(draft, name, Event.ABORT)
+        draft.messages.append(("gone", name, nonce))
         return None
 
     def land(self, draft: Draft, at: int) -> None:
         """Half of a READ arrives, whatever P's place holds by now."""
-        nonce, halves = draft.reads[at]
-        draft.cells[at][2 + halves] = draft.place[1]
-        draft.reads[at] = (nonce, halves + 1)
-        if halves:
+        nonce, landed, posted = draft.reads[at]
+        if draft.place[0] == nonce and landed >= draft.place[1]:
+            raise Broken(f"a half of {nonce} is READ that is still being written")
+        draft.cells[at][2 + landed] = draft.place[2 + landed]
+        draft.reads[at] = (nonce, landed + 1, posted)
+        if landed or (landed + 1 == posted and draft.cells[at][0] == State.QUARANTINE):
             self.read_ends(draft, at, Event.DONE)
 
     def read_ends(self, draft: Draft, at: int, event: Event) -> None:
-        nonce, _ = draft.reads.pop(at)
+        draft.reads.pop(at)
         cell = draft.cells[at]
         abandoned = cell[0] != State.FETCHING
         after = self.step("destination", cell[0], event)
@@ -636,9 +798,22 @@ class Explorer:
         if abandoned:
             return
         name = next(name for name, seat in draft.seats.items() if seat[1] == at)
+        seat = draft.seats[name]
+        if seat[3] != State.PULLING:
+            self.compare(draft, name, event)
+        elif event is Event.FAIL:
+            self.end_pull(draft, name, event)
+        elif not self.habits.receiver_seals:
+            seat[0] = self.move("reservation", seat[0], Event.TAKE)
+            seat[3] = State.RELEASED
+
+    def compare(self, draft: Draft, name: int, event: Event) -> None:
+        """A READ is over: what arrived against the seal."""
+        cell, nonce = draft.cells[draft.seats[name][1]], draft.seats[name][2]
         matches = cell[2:] == [nonce, nonce] or not self.habits.receiver_compares
         if event is Event.FAIL or not matches:
-            return self.refuse(draft, name, Event.FAIL if event is Event.FAIL else Event.REFUSE)
+            self.refuse(draft, name, Event.FAIL if event is Event.FAIL else Event.REFUSE)
+            return
         seat = draft.seats[name]
         seat[3] = self.step("receiver", seat[3], Event.MATCH)
         seat[3] = self.step("receiver", seat[3], Event.RELEASE)
@@ -674,13 +849,12 @@ class Explorer:
         if self.move("reservation", state, event, due=due) not in ENDED:
             raise Later
         del draft.seats[name]
-        if receiver in (State.SEALED, State.FETCHING):
+        if receiver in (*UNSEALED, State.SEALED, State.FETCHING):
             self.step("receiver", receiver, Event.ABORT)
             self.tell(draft, nonce, Event.ABORT)
         cell = draft.cells[at]
-        cell[0] = self.step(
-            "destination", cell[0], Event.ABANDON if at in draft.reads else Event.GIVE
-        )
+        is_reading = at in draft.reads and not (self.habits.receiver_rests and self.rest(draft, at))
+        cell[0] = self.step("destination", cell[0], Event.ABANDON if is_reading else Event.GIVE)
         cell[1] = NOBODY
         if cell[0] == State.FREE:
             cell[2:] = [NOBODY, NOBODY]

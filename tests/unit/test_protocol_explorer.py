@@ -22,8 +22,10 @@ def test_no_state_of_two_requests_breaks_a_promise_and_every_row_is_taken(capsys
     stormy = Explorer(faults=EVERYTHING)
     moments = stormy.moments(worlds)
     assert len(moments) == len(MOMENTS)
-    states = {*worlds, *stormy.walk(moments, limit=22_000)}
-    rows = calm.rows + stormy.rows
+    early = Explorer(faults=EARLY["a loss, a crash, an expiry"], early=True)
+    pulled = early.walk([early.start(alone=True)], limit=25_000)
+    states = {*worlds, *stormy.walk(moments, limit=22_000), *pulled}
+    rows = calm.rows + stormy.rows + early.rows
     with capsys.disabled():
         print(f"\nprotocol: {len(states)} distinct states, {len(rows)} rows of the tables taken")
     assert len(states) >= 50_000
@@ -37,11 +39,38 @@ ALONE = {  # one request, every state
     "a loss and a crash": Faults(losses=1, crashes=1),
 }
 
+# A message that waits counts, so where messages are repeated fewer than six would block each other.
+EARLY = {  # one request whose halves are pulled as they become final
+    "late and in order": replace(ORDERLY, expiries=1, in_flight=3),
+    "a repetition, a crash": Faults(repeats=1, crashes=1, in_flight=6),
+    "a loss, a crash, an expiry": Faults(losses=1, crashes=1, expiries=1),
+    "calm": Faults(in_flight=3),
+}
+
 
 @pytest.mark.parametrize("faults", ALONE.values(), ids=ALONE.keys())
 def test_one_request_always_has_a_way_to_a_clean_end(faults):
     walker = Explorer(faults=faults)
     assert len(walker.walk([walker.start(alone=True)])) > 1000
+
+
+def test_a_request_pulled_early_has_a_way_to_a_clean_end_by_messages_alone():
+    walker = Explorer(faults=replace(ORDERLY, in_flight=3), early=True)
+    assert len(walker.walk([walker.start(alone=True)])) > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", EARLY.values(), ids=EARLY.keys())
+def test_a_request_pulled_early_survives_faults(faults):
+    walker = Explorer(faults=faults, early=True)
+    assert len(walker.walk([walker.start(alone=True)], limit=300_000)) > 20_000
+
+
+@pytest.mark.slow
+def test_many_states_of_two_requests_pulled_early_break_no_promise():
+    walker = Explorer(faults=EVERYTHING, early=True)
+    calm = Explorer(faults=Faults(in_flight=3), early=True).walk(limit=60_000)
+    walker.walk(walker.moments(calm), limit=200_000)
 
 
 @pytest.mark.slow
@@ -143,3 +172,38 @@ def test_a_broken_protocol_is_found(mutation: Rules | Habits):
         walker = Explorer(rules=rules, habits=habits, faults=Faults(crashes=1, repeats=1))
         calm = Explorer()
         walker.walk(walker.moments(calm.walk([calm.start(alone=True)])))
+
+
+EARLY_MUTATIONS = {
+    "a half is READ before it is final": Habits(owner_waits=False),
+    "what was pulled is used before its seal": Habits(receiver_seals=False),
+    "a job reads again what is being pulled": Habits(
+        receiver_joins=False, receiver_remembers=False
+    ),
+    "an offer that was pulled is pulled again": Habits(receiver_remembers=False),
+    "a pull outlives its reservation": Habits(receiver_stops=False),
+    "a pull between two READs is waited for": Habits(receiver_rests=False),
+    "an offer of an old epoch is pulled": replace(RULES, objection=blind_to_epochs),
+    "the owner does not hear that its offer was refused": without(
+        "owner", State.OFFERED, Event.REFUSE
+    ),
+    "the owner does not hear that its offer was given up": without(
+        "owner", State.OFFERED, Event.ABORT
+    ),
+    "memory that is pulled is free at once": turned(
+        "destination", State.FETCHING, Event.ABANDON, State.FREE
+    ),
+    "reservations that are pulled do not expire": without(
+        "reservation", State.GRANTED, Event.EXPIRE
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", EARLY_MUTATIONS.values(), ids=EARLY_MUTATIONS.keys())
+def test_a_broken_pull_is_found(mutation: Rules | Habits):
+    rules = mutation if isinstance(mutation, Rules) else RULES
+    habits = mutation if isinstance(mutation, Habits) else Habits()
+    with pytest.raises(Broken):
+        for faults in EARLY.values():
+            walker = Explorer(rules=rules, habits=habits, faults=faults, early=True)
+            walker.walk([walker.start(alone=True)], limit=25_000)
