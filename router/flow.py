@@ -2,6 +2,7 @@
 
     reserve ──▶ encode ──▶ prefill ──▶ first tokens out ──▶ hand off ──▶ frames ──▶ end
     decode      encoder    prefill     to the client        decode       decode
+                           └─ an early offer ─▶ decode pulls it meanwhile (router/pulling.py)
 
 The only file that knows this order. It works on token ids; what they mean, and how they reach the
 client, is the business of `router/routes.py` and `router/prompt`. Tensors never come here: a ticket
@@ -35,6 +36,7 @@ from router.house import House
 from router.jobs import Task
 from router.ledger import Ledger, expect
 from router.placement import Candidate, choose_encoder, choose_prefill, order_decodes
+from router.pulling import Pulling
 from router.recovery import Recovery, is_canary, spends_seat
 from router.replica import Replica
 
@@ -91,7 +93,7 @@ class Flow:
             with part("encode"):
                 embeds = await self._encode()
         with part("prefill"):
-            ticket, prefill = await self._prefill(embeds, decode)
+            ticket, prefill = await self._prefill(embeds, (decode, reservation))
         forced = self.answer.greet(ticket.seal.first)
         if self.answer.is_complete:  # the first tokens were the last ones
             await self._ledger.release(prefill, self._name, ticket.offer.nonce)
@@ -170,17 +172,20 @@ class Flow:
         raise TransferError(f"{encoder.id} asked {ASKS_FOR_BYTES} times for images it was sent")
 
     async def _prefill(
-        self, embeds: tuple[EmbedTicket, Replica] | None, decode: Replica
+        self, embeds: tuple[EmbedTicket, Replica] | None, seat: tuple[Replica, Reservation]
     ) -> tuple[CacheTicket, Replica]:
         """Prefill pulls the embeddings, computes the prompt and samples the first tokens."""
-        beside, avoid = decode.candidate(), self._recovery.avoid
+        beside, avoid = seat[0].candidate(), self._recovery.avoid
         prefill = await self.house.choose(
             "prefill", lambda c: choose_prefill(c, beside, self._usable, avoid=avoid)
         )
         images = (embeds[0], embeds[1].endpoint) if embeds else None
         job = jobs.prefill(self.task, self._name, images, self._ledger.left_s())
+        theirs, ours = (prefill, self._name), (*seat, self._seat_name)
+        pulling = Pulling(self.task, self.house, self._ledger, theirs, ours)
         with prefill.carrying(len(self.task.token_ids)):
-            ticket = expect(await self._ledger.ask(prefill, self._name, job), CacheTicket)
+            async with pulling:
+                ticket = expect(await self._ledger.ask(prefill, self._name, job), CacheTicket)
         if embeds:
             self._ledger.settle(embeds[1], self._name)
         self._ledger.hold(prefill, ticket.offer.nonce)

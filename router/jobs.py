@@ -18,7 +18,9 @@ from common.contract.messages import (
     EncodeJob,
     Endpoint,
     ImageRef,
+    Offer,
     PrefillJob,
+    PullJob,
     Reserve,
     Sampling,
 )
@@ -99,6 +101,21 @@ def prefill(
         embeds_from=embeds[1] if embeds else None,
         salt=task.salt,
         canary=task.canary,
+        probe=task.probe,
+        trace=task.trace,
+    )
+
+
+def pull(
+    task: Task, name: str, reservation: bytes, offered: tuple[Offer, Endpoint], left_s: float
+) -> PullJob:
+    """`offered`: what prefill is about to finish, and the replica to pull it from."""
+    return PullJob(
+        request=name,
+        reservation=reservation,
+        offer=offered[0],
+        producer=offered[1],
+        deadline_s=left_s,
         probe=task.probe,
         trace=task.trace,
     )

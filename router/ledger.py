@@ -50,7 +50,9 @@ class Ledger:
             raise
 
     def hold(self, replica: Replica, nonce: bytes) -> None:
-        """Renew a ticket or reservation until `let_lapse` or `free`."""
+        """Renew a ticket or reservation until `let_lapse` or `free`; twice is once."""
+        if (replica, nonce) in self._leases:
+            return
         self._leases.append((replica, nonce))
         replica.leases += 1
         self._house.leases.hold(replica, nonce)

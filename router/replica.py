@@ -7,7 +7,7 @@ order rooms are visited.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from time import monotonic
 from typing import Protocol
 
@@ -17,6 +17,8 @@ from common.contract.messages import (
     Endpoint,
     Load,
     Message,
+    Offer,
+    Offered,
     Pace,
     Ping,
     TokenFrame,
@@ -54,6 +56,7 @@ class Replica:
         self.granted_since_load = 0
         self.jobs = 0
         self.followers: dict[str, Follower] = {}
+        self.offers: dict[str, Callable[[Offer], None]] = {}  # by request: who hears of its offer
 
     def candidate(self) -> Candidate:
         """What placement sees."""
@@ -118,9 +121,11 @@ class Replica:
         self.is_leaving |= load.leaving
 
     def hear(self, message: AnyMessage) -> None:
-        """Deal a frame out to the requests it carries; note a load sent unasked."""
+        """Deal a frame out to the requests it carries; note a load sent unasked, and offers."""
         if isinstance(message, Load) and message.epoch == self.epoch:
             self._learn(message)
+        elif isinstance(message, Offered) and message.request in self.offers:
+            self.offers[message.request](message.offer)
         elif isinstance(message, TokenFrame):
             for item in message.items:
                 follower = self.followers.get(item.request)

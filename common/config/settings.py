@@ -1,7 +1,7 @@
 """Every knob on one page: one frozen dataclass per TOML table, checked once.
 
 Durations end in `_s`, sizes in `_bytes`. Defaults serve the bundled nano checkpoint on a laptop;
-`deploy/settings/local.toml` shows them in use.
+`deploy/settings/local.toml` shows them in use. Longer than 300 lines because it is one page.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ class TransferSettings:
     threads: int = 2
     transports: str = ""  # UCX_TLS, empty: chosen by UCX
     canary_bound: float = 2e-3  # largest difference of the canary's top logits, fp32
+    layer_groups: int = 0  # pulled while prefill computes the last chunk; 0: whole tickets alone
 
     def __post_init__(self) -> None:
         if not self.renew_s < self.lease_s / 2:

@@ -1,7 +1,7 @@
 """Every message between the router and the rooms: msgpack, tagged, strict, versioned.
 
-Longer than 300 lines because the whole contract stands on one page, but for what a room says of
-itself (`reports.py`), which is imported from here like the rest.
+Longer than 300 lines because the whole contract stands on one page, but for tickets (`tickets.py`)
+and what a room says of itself (`reports.py`), which are imported from here like the rest.
 
 A message that has an unknown field, lacks one, or has a value of another type is refused while
 decoding. `VERSION` is exchanged in `Hello`; peers of another version are refused there. Durations
@@ -14,14 +14,21 @@ import msgspec
 
 from common.contract.base import Message as Message
 from common.contract.grammar import Grammar
-from common.contract.regions import Agent, PoolInfo, Span
+from common.contract.regions import Agent, PoolInfo
 from common.contract.reports import Cached as Cached
 from common.contract.reports import Holdings as Holdings
 from common.contract.reports import Inventory as Inventory
 from common.contract.reports import Load as Load
 from common.contract.reports import Ping as Ping
+from common.contract.tickets import CacheTicket as CacheTicket
+from common.contract.tickets import EmbedPart as EmbedPart
+from common.contract.tickets import EmbedTicket as EmbedTicket
+from common.contract.tickets import Offer as Offer
+from common.contract.tickets import Part as Part
+from common.contract.tickets import Seal as Seal
+from common.contract.tickets import TokenOut as TokenOut
 
-VERSION = 2
+VERSION = 3
 
 
 class Endpoint(Message, frozen=True, kw_only=True):
@@ -73,14 +80,6 @@ class Sampling(Message, frozen=True, kw_only=True):
     grammar: Grammar | None = None  # masks follow it from the first token on
 
 
-class TokenOut(Message, frozen=True, kw_only=True):
-    """One sampled token; `top` holds (id, log-probability) pairs, best first."""
-
-    id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
 class ImageRef(Message, frozen=True, kw_only=True):
     """An image by content.
 
@@ -113,30 +112,6 @@ class ImagesMissing(Message, frozen=True, kw_only=True):
     indices: tuple[int, ...]
 
 
-class EmbedPart(Message, frozen=True, kw_only=True):
-    """The embeddings of one image: `tokens` rows; `digest` is the additive digest over them."""
-
-    image: bytes
-    tokens: int
-    span: Span
-    digest: int
-
-
-class EmbedTicket(Message, frozen=True, kw_only=True):
-    """encoder → router → prefill: where a request's embeddings lie, and until when."""
-
-    nonce: bytes
-    producer: str
-    epoch: int
-    model_print: str
-    layout_print: str
-    parts: tuple[EmbedPart, ...]  # in order of the request's images
-    lease_s: float
-    prepare_s: float = 0.0  # decoding and resizing, waiting for the tower, and in it
-    wait_s: float = 0.0
-    compute_s: float = 0.0
-
-
 class PrefillJob(Message, frozen=True, kw_only=True):
     """router → prefill. Image rows start at `image_offsets[i]` in `token_ids`."""
 
@@ -153,55 +128,42 @@ class PrefillJob(Message, frozen=True, kw_only=True):
     trace: str = ""
 
 
-class Part(Message, frozen=True, kw_only=True):
-    """One span of a ticket.
+class Offered(Message, frozen=True, kw_only=True):
+    """prefill → router, without a reply: a job's offer, while its last chunk is computed."""
 
-    `kind`: "state", "conv", "latent", and "canary_state", "canary_conv".
+    request: str
+    offer: Offer
+
+
+class PullJob(Message, frozen=True, kw_only=True):
+    """router → decode: READ an offer as it becomes final; `DecodeJob` will bring its seal.
+
+    The reply, `Done`, comes when everything was READ. Nothing is used before the seal.
     """
 
-    kind: str
-    span: Span
+    request: str
+    reservation: bytes
+    offer: Offer
+    producer: Endpoint
+    deadline_s: float
+    probe: bool = False
+    trace: str = ""
 
 
-class Offer(Message, frozen=True, kw_only=True):
-    """First half of a cache ticket: where the request's memory lies.
+class Await(Message, frozen=True, kw_only=True):
+    """receiver → owner: this offer is wanted; answer when more than `known` portions are final.
 
-    The spans hold for each of `ranks`: each has its heads of the slots and a copy of the pages.
+    The reply is `Final`, after a while at the latest, or `Refused` with part `lease`.
     """
 
     nonce: bytes
-    producer: str
-    epoch: int
-    model_print: str
-    layout_print: str
-    parts: tuple[Part, ...]
-    lease_s: float
-    ranks: tuple[int, ...] = (0,)  # of its producer, in the order of their heads
+    known: int
 
 
-class Seal(Message, frozen=True, kw_only=True):
-    """Second half.
+class Final(Message, frozen=True, kw_only=True):
+    """owner → receiver: so many portions of the offer are final, the first ones."""
 
-    What the memory holds. `digests` maps "<kind>:<layer>" to the additive digest.
-    """
-
-    num_tokens: int
-    token_hash: bytes
-    digests: dict[str, int]
-    first: tuple[TokenOut, ...]  # one per choice
-    canary_top: tuple[
-        tuple[int, float], ...
-    ] = ()  # logits (not log-probabilities) after the last token
-    cached_tokens: int = 0
-    wait_s: float = 0.0
-    compute_s: float = 0.0
-
-
-class CacheTicket(Message, frozen=True, kw_only=True):
-    """prefill → router → decode."""
-
-    offer: Offer
-    seal: Seal
+    portions: int
 
 
 class Reserve(Message, frozen=True, kw_only=True):
@@ -327,6 +289,10 @@ AnyMessage = (
     | EmbedTicket
     | PrefillJob
     | CacheTicket
+    | Offered
+    | PullJob
+    | Await
+    | Final
     | Reserve
     | Reservation
     | DecodeJob

@@ -7,7 +7,7 @@ position in the batch, or the number of passes its prompt was divided over.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +81,13 @@ class TextModel:
 
     @torch.inference_mode()
     def capture(
-        self, batch: StepBatch, memory: Memory, *, layers: Sequence[int], convention: str
+        self,
+        batch: StepBatch,
+        memory: Memory,
+        *,
+        layers: Sequence[int],
+        convention: str,
+        after: Callable[[int], None] | None = None,
     ) -> tuple[Tensor, Features]:
         """One pass that also returns hidden states after some layers, for a draft model.
 
@@ -91,6 +97,7 @@ class TextModel:
             layers: 0-based layers, ascending; the state after a layer is captured.
             convention: "prefix", the running sum; or "stream", what the next reader would read
                 before its norm. They are the same thing without attention residuals.
+            after: called with each layer's number when all that it writes was launched.
 
         Returns:
             Logits as of `forward`, and the captured states of all tokens without padding.
@@ -111,9 +118,11 @@ class TextModel:
         states = []
         for layer in range(self.spec.num_layers):
             self._layer(layer, residual, run)
+            if after is not None:
+                after(layer)
             if layer in layers:
-                after = residual.prefix_after if convention == "prefix" else None
-                state = after() if after else residual.stream_after(layer)
+                prefix = residual.prefix_after if convention == "prefix" else None
+                state = prefix() if prefix else residual.stream_after(layer)
                 states.append(run.gather(state)[real])
         self._count(run)
         features = Features(layers=tuple(layers), states=tuple(states))

@@ -16,10 +16,11 @@ from itertools import accumulate
 
 import torch
 
+from common.contract.messages import Offer
 from common.contract.regions import Span
 from common.ops.digest import Signature, Summing
 from common.runtime.memory import TextMemory
-from common.runtime.place import Place, cut
+from common.runtime.place import Place, cut, portions, whole
 from common.transfer.link import Pair, Source, part_of
 
 PIECE_BYTES = 512 << 20  # less, and looking after them takes the host longer than they travel
@@ -28,11 +29,33 @@ PIECE_BYTES = 512 << 20  # less, and looking after them takes the host longer th
 class Landing:
     """One request's destination."""
 
-    def __init__(self, memory: TextMemory, place: Place, *, piece_bytes: int = PIECE_BYTES) -> None:
-        """Plan the pieces and start with nothing digested."""
+    def __init__(
+        self,
+        memory: TextMemory,
+        place: Place,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+        offer: Offer | None = None,
+    ) -> None:
+        """Plan the pieces and start with nothing digested.
+
+        Args:
+            memory: where the destination lies.
+            place: the destination.
+            piece_bytes: most bytes of a piece.
+            offer: whose portions no piece may cross; None: there are none.
+
+        Raises:
+            ValueError: the offer's portions are none of this place.
+        """
         self._memory, self._place = memory, place
         self._stretches = memory.stretches(place)
-        self._cuts = cut(self._stretches, piece_bytes)
+        parts = [whole(self._stretches)]
+        if offer is not None and offer.borders:
+            parts = portions(self._stretches, offer.final_pages, offer.borders)
+        pieces = [cut(self._stretches, piece_bytes, part) for part in parts]
+        self._cuts = [piece for some in pieces for piece in some]
+        self.portion_of = [number for number, some in enumerate(pieces) for _ in some]
         device = memory.latents.pages.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._summing: Summing | None = None  # made by `prepare`

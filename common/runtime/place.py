@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from common.cache.kda_pool import StatePool
 from common.cache.mla_pool import LatentPool
@@ -56,22 +57,58 @@ def stretches_of(states: StatePool, latents: LatentPool, place: Place) -> list[S
     return found if place.canary_slot < 0 else found + _slot(states, place.canary_slot, "canary_")
 
 
-def cut(stretches: Sequence[Stretch], piece_bytes: int) -> list[list[Cut]]:
-    """Cut stretches, in order, into pieces of at most `piece_bytes`, or of one unit."""
+def cut(
+    stretches: Sequence[Stretch], piece_bytes: int, ranges: Sequence[Cut] | None = None
+) -> list[list[Cut]]:
+    """Cut stretches, or ranges of them, in order, into pieces of `piece_bytes` or of one unit."""
     pieces: list[list[Cut]] = []
     room = 0
-    for number, stretch in enumerate(stretches):
-        low = 0
-        while low < stretch.count:
+    for number, low, end in ranges if ranges is not None else whole(stretches):
+        stretch = stretches[number]
+        while low < end:
             fits = room // stretch.unit_bytes
             if fits < 1:
                 pieces.append([])
                 room, fits = piece_bytes, max(1, piece_bytes // stretch.unit_bytes)
-            high = min(stretch.count, low + fits)
+            high = min(end, low + fits)
             pieces[-1].append((number, low, high))
             room -= (high - low) * stretch.unit_bytes
             low = high
     return pieces
+
+
+def whole(stretches: Sequence[Stretch]) -> list[Cut]:
+    """All of them."""
+    return [(number, 0, stretch.count) for number, stretch in enumerate(stretches)]
+
+
+def portions(
+    stretches: Sequence[Stretch], final_pages: int, borders: Sequence[int]
+) -> list[list[Cut]]:
+    """What becomes final with each portion of an offer (`Offer`), in order.
+
+    Raises:
+        ValueError: the borders do not ascend to the slot's last layer, or more pages are final
+            than there are.
+    """
+    layers = next((stretch.count for stretch in stretches if stretch.kind == "state"), 0)
+    pages = next(stretch.count for stretch in stretches if stretch.kind == "latent")
+    steps = list(pairwise([0, *borders]))
+    if borders[-1:] != (layers,) or any(low >= high for low, high in steps):
+        raise ValueError(f"borders {list(borders)} do not ascend to layer {layers}")
+    if not 0 <= final_pages <= pages:
+        raise ValueError(f"{final_pages} of {pages} pages are said to be final")
+    found: list[list[Cut]] = [[] for _ in range(len(borders) + 2)]
+    for number, stretch in enumerate(stretches):
+        if stretch.kind == "latent":
+            found[0].append((number, 0, final_pages))
+            found[-1].append((number, final_pages, pages))
+        elif stretch.kind.startswith("canary_"):
+            found[0].append((number, 0, stretch.count))
+        else:
+            for portion, (low, high) in enumerate(steps, 1):
+                found[portion].append((number, low, high))
+    return found
 
 
 def _slot(states: StatePool, slot: int, prefix: str) -> list[Stretch]:

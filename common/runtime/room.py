@@ -17,12 +17,15 @@ from typing import TypeVar
 
 from common.contract.messages import (
     AnyMessage,
+    Await,
     DecodeJob,
     Done,
     EncodeJob,
     Endpoint,
+    Final,
     Message,
     PrefillJob,
+    PullJob,
     Release,
     Renew,
     Reserve,
@@ -36,10 +39,12 @@ from common.wire import Listening, Wire, dial
 
 log = logging.getLogger("baton.room")
 M = TypeVar("M", bound=Message)
+_Job = EncodeJob | PrefillJob | Reserve | PullJob | DecodeJob
 SWEEP_S = 0.5  # how often leases and quarantine are looked at
 SILENT_S = 30.0  # a router that said nothing for as long as a lease lasts is gone
 ROUTERS = "router:"  # how a router's name in `Hello` begins
 SMALL_S = 5.0  # patience for the reply to a small message
+AWAIT_S = 2.0  # after which an owner answers though no more is final
 
 
 class Room:
@@ -128,13 +133,11 @@ class Room:
         handler = self._handlers.get(type(message))
         if handler is None:
             raise InvalidRequest(f"the {self.name} room does not take {type(message).__name__}")
-        if isinstance(message, EncodeJob | PrefillJob | Reserve | DecodeJob) and not message.probe:
+        if isinstance(message, _Job) and not message.probe:
             return await self._told(message, handler(message, wire.caller))
         return await handler(message, wire.caller)
 
-    async def _told(
-        self, job: EncodeJob | PrefillJob | Reserve | DecodeJob, work: Awaitable[Message]
-    ) -> Message:
+    async def _told(self, job: _Job, work: Awaitable[Message]) -> Message:
         """Do a job, and write a line about how it ended; all lines on the way name its request."""
         name, _, again = job.request.partition("~")
         request_id.set(name)  # each message is handled in a context of its own
@@ -214,7 +217,7 @@ def describe(
 
 
 class Peers:
-    """Wires to other rooms, dialled when first needed, for renew and release."""
+    """Wires to other rooms, dialled when first needed, for renew, await and release."""
 
     def __init__(self, *, secret: str, caller: str) -> None:
         """`caller` is this room's name in `Hello`."""
@@ -230,7 +233,19 @@ class Peers:
             HandoffRefused: part "lease": the owner holds it no more.
             RoomLost: the owner does not answer.
         """
-        await self._call(owner, Renew(nonces=(nonce,)), min(timeout_s, SMALL_S))
+        reply = await self._call(owner, Renew(nonces=(nonce,)), min(timeout_s, SMALL_S))
+        assert isinstance(reply, Done)
+
+    async def final(self, owner: Endpoint, nonce: bytes, known: int) -> int:
+        """Wait until more than `known` portions of an offer are final, or for `AWAIT_S`; how many.
+
+        Raises:
+            HandoffRefused: part "lease": the owner holds it no more.
+            RoomLost: the owner does not answer.
+        """
+        reply = await self._call(owner, Await(nonce=nonce, known=known), AWAIT_S + SMALL_S)
+        assert isinstance(reply, Final)
+        return reply.portions
 
     def release(self, owner: Endpoint, nonce: bytes, outcome: str) -> None:
         """Tell the owner that a ticket is done with; if this is lost, its lease runs out."""
@@ -256,7 +271,7 @@ class Peers:
             what = type(message).__name__
             note(log, logging.WARNING, "told in vain", what=what, to=owner.id, reason=str(error))
 
-    async def _call(self, owner: Endpoint, message: Message, timeout_s: float) -> None:
+    async def _call(self, owner: Endpoint, message: Message, timeout_s: float) -> AnyMessage:
         key = (owner.id, owner.epoch)
         async with self._dialling.setdefault(key, asyncio.Lock()):
             wire = self._wires.get(key)
@@ -268,5 +283,4 @@ class Peers:
                     wire.close()
                     raise RoomLost(f"another replica listens where {owner.id} did")
                 self._wires[key] = wire
-        reply = await wire.call(message, timeout_s=timeout_s)
-        assert isinstance(reply, Done)
+        return await wire.call(message, timeout_s=timeout_s)

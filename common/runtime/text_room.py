@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
 from common.config.settings import Settings
 from common.contract.messages import EmbedTicket, Endpoint, Offer
-from common.contract.protocol import lease_left
+from common.contract.protocol import lease_left, may_read
 from common.contract.regions import Agent, PoolInfo
-from common.errors import Cancelled, RoomLost
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoffRefused,
+    RoomLost,
+    ServingError,
+)
 from common.grammar.shelf import GrammarShelf
 from common.observe.metrics import Tally
 from common.observe.process import resident_bytes
@@ -26,6 +33,7 @@ from common.runtime.memory import TextMemory
 from common.runtime.part import Plan
 from common.runtime.ranks import LocalRanks
 from common.runtime.room import Room, describe
+from common.transfer.gate import Gate
 from common.transfer.measured import MeasuredReceiver
 from common.transfer.nixl import NixlLink
 
@@ -33,6 +41,7 @@ log = logging.getLogger(__name__)
 CANCEL_S = 0.1  # how soon a wait for another room notices a cancel
 SPENT_S = 3.0  # a quarantine that stays full for so long does not empty itself
 
+Follow = Callable[[Endpoint, Offer, Gate, float], AbstractContextManager[None]]
 Claim = Callable[[Endpoint, Offer | EmbedTicket, Callable[[], bool]], float]
 
 
@@ -152,6 +161,42 @@ class TextRoom:
                 raise Cancelled("cancelled while its ticket was renewed")
         answer.result()
         return lease_left(asked, time.monotonic(), ticket.lease_s)
+
+    @contextmanager
+    def follow(
+        self, owner: Endpoint, offer: Offer, gate: Gate, deadline_s: float
+    ) -> Iterator[None]:
+        """Raise `gate` as portions of an offer become final, while the block runs.
+
+        Each question renews the lease, as `claim` does. What the owner refuses, or its loss, or the
+        deadline, fails the gate.
+        """
+        assert self._loop is not None, "the room is not open"
+        following = asyncio.run_coroutine_threadsafe(
+            self._follow(owner, offer, gate, deadline_s), self._loop
+        )
+        try:
+            yield
+        finally:
+            following.cancel()
+
+    async def _follow(self, owner: Endpoint, offer: Offer, gate: Gate, deadline_s: float) -> None:
+        known, failure = 0, ServingError("the room stopped asking what is final")
+        try:
+            async with asyncio.timeout(deadline_s):
+                while known < offer.portions:
+                    asked = time.monotonic()
+                    known = max(known, await self.room.peers.final(owner, offer.nonce, known))
+                    left_s = lease_left(asked, time.monotonic(), offer.lease_s)
+                    if not may_read(left_s):
+                        raise HandoffRefused("lease", f"{left_s:.1f} s of it are left")
+                    gate.raise_to(known)
+        except TimeoutError:
+            failure = DeadlineExceeded(f"{owner.id} was not done within {deadline_s:.1f} s")
+        except ServingError as error:
+            failure = error
+        finally:
+            gate.fail(failure)  # which changes nothing where everything is final
 
     def is_over(self, engine: EngineLoop) -> bool:
         """Whether this replica must be replaced; its engine may be stuck, so it is not asked."""

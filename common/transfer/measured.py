@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from common.errors import ServingError, TransferError
 from common.observe.metrics import Tally
 from common.ops.digest import Signature
+from common.transfer.gate import Gate
 from common.transfer.link import Link, Source
 from common.transfer.receiver import Receiver
 
@@ -30,17 +31,22 @@ class MeasuredReceiver(Receiver):
         on_free: Callable[[], None],
         landed: Callable[[int], None] | None = None,
         posted: Callable[[], None] | None = None,
+        gate: Gate | None = None,
     ) -> None:
-        """As `Receiver.fetch_all`; a READ that did not complete counts as an error, by its code."""
+        """As `Receiver.fetch_all`; a READ that did not complete counts as an error, by its code.
+
+        One that its owner kept back is timed from when all of it could be READ.
+        """
         started = time.perf_counter()
         try:
-            super().fetch_all(pieces, deadline_s, cancelled, on_free, landed, posted)
+            super().fetch_all(pieces, deadline_s, cancelled, on_free, landed, posted, gate)
         except ServingError as error:
             self._tally.add("baton_transfer_errors_total", code=error.code)
             if isinstance(error, TransferError) and error.library:
                 self._tally.add("baton_nixl_errors_total", kind=error.library)
             raise
-        self._tally.observe("baton_pull_seconds", time.perf_counter() - started)
+        began = started if gate is None else gate.opened_at
+        self._tally.observe("baton_pull_seconds", time.perf_counter() - began)
         moved = sum(local.size for piece in pieces for _, pairs in piece for local, _ in pairs)
         self._tally.add("baton_pulled_bytes_total", float(moved))
 

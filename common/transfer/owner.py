@@ -20,6 +20,15 @@ from common.errors import HandoffRefused
 OnEnd = Callable[[str], None]  # called once with the outcome: released, refused, expired or aborted
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Early:
+    """How the memory of an offer becomes final after it left; see `Offer`."""
+
+    final_pages: int
+    borders: tuple[int, ...]
+    final: Callable[[], int]  # how many portions are, from any thread
+
+
 @dataclass(slots=True)
 class _Ticket:
     record: Leased
@@ -27,6 +36,7 @@ class _Ticket:
     probe: bool
     on_end: OnEnd
     offer: Offer | None  # None: embeddings
+    final: Callable[[], int] | None = None  # how many portions of an offer are, before its seal
 
 
 class Owner:
@@ -59,8 +69,12 @@ class Owner:
         on_end: OnEnd,
         probe: bool = False,
         ranks: tuple[int, ...] = (0,),
+        early: Early | None = None,
     ) -> Offer:
-        """Give out the first half of a cache ticket: where a request's memory lies."""
+        """Give out the first half of a cache ticket: where a request's memory lies.
+
+        `early`: how the memory becomes final, where that is still to come.
+        """
         offer = Offer(
             nonce=secrets.token_bytes(16),
             producer=self.producer_id,
@@ -70,8 +84,11 @@ class Owner:
             parts=tuple(parts),
             lease_s=self.lease_s,
             ranks=ranks,
+            final_pages=early.final_pages if early else 0,
+            borders=early.borders if early else (),
         )
-        self._add(offer.nonce, State.OFFERED, request, probe, on_end, offer)
+        final = early.final if early else None
+        self._add(offer.nonce, State.OFFERED, request, probe, on_end, offer, final)
         return offer
 
     def seal(self, nonce: bytes, seal: Seal) -> CacheTicket:
@@ -112,6 +129,21 @@ class Owner:
             if self._move(nonce, Event.RENEW) not in (State.OFFERED, State.SEALED)
         )
 
+    def final(self, nonce: bytes) -> int:
+        """Start an offer's lease anew; returns how many of its portions are final.
+
+        Raises:
+            HandoffRefused: part "lease": the ticket ended.
+        """
+        state = self._move(nonce, Event.RENEW)
+        with self._lock:
+            ticket = self._tickets.get(nonce)
+        if state is None or ticket is None or ticket.offer is None:
+            raise HandoffRefused("lease", f"ticket {nonce.hex()} ended")
+        if state is State.OFFERED and ticket.final is not None:
+            return ticket.final()
+        return ticket.offer.portions if state is State.SEALED else 0
+
     def release(self, nonce: bytes, outcome: str) -> bool:
         """End a ticket; False when it had ended before or is not ours, which is no error.
 
@@ -149,10 +181,11 @@ class Owner:
         probe: bool,
         on_end: OnEnd,
         offer: Offer | None,
+        final: Callable[[], int] | None = None,
     ) -> None:
         record = lease(state, self._clock(), self.lease_s)
         with self._lock:
-            self._tickets[nonce] = _Ticket(record, request, probe, on_end, offer)
+            self._tickets[nonce] = _Ticket(record, request, probe, on_end, offer, final)
 
     def _move(self, nonce: bytes, event: Event) -> State | None:
         """Apply one event: the new state, or None when nothing changed. Forgets ended tickets."""

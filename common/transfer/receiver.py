@@ -3,6 +3,8 @@
 A destination belongs to its READ until that ended. When a request gives up first, its destination
 goes into quarantine, and only `sweep` lets it out. Blocking: it runs in transfer threads, never on
 an event loop. It owns no memory: whoever does hands in `on_free` and waits for it.
+
+Longer than 300 lines because every change of a destination's state stands here, behind one lock.
 """
 
 from __future__ import annotations
@@ -13,10 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.contract.messages import CacheTicket, EmbedTicket, Endpoint
+from common.contract.messages import CacheTicket, EmbedTicket, Endpoint, Offer
 from common.contract.protocol import RULES, Event, Rules, State, may_read, step
-from common.errors import Cancelled, DeadlineExceeded, HandoffRefused, TransferError
+from common.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    HandoffRefused,
+    ServingError,
+    TransferError,
+)
 from common.ops.digest import Signature
+from common.transfer.gate import Gate
 from common.transfer.link import Link, Pair, Source, Together, at_rank
 from common.transfer.pieces import PiecedRead
 from common.transfer.verify import (
@@ -35,6 +44,7 @@ _NONCES_KEPT_S = 20 * RULES.lease_s  # an owner has long forgotten such a ticket
 _AWAKE_S = 2e-3
 _PAUSE_SHARE = 1 / 32  # of the time a READ has taken: how late its end may be noticed
 _LONGEST_PAUSE_S = 2e-3
+_KEPT_BACK_S = 0.1  # how soon a READ that waits for its owner notices a cancel
 _OBJECTIONS = {
     "epoch": "its producer was started anew since it was made",
     "nonce": "it was taken before",
@@ -115,7 +125,23 @@ class Receiver:
         check_tokens(ticket, num_tokens=num_tokens, token_hash=token_hash)
         check_ranks(offer, producer)
         for rank in offer.ranks:
-            check_spans(spans_of(ticket), at_rank(producer, rank), expected)
+            check_spans(spans_of(offer), at_rank(producer, rank), expected)
+
+    def check_offer(
+        self,
+        offer: Offer,
+        producer: Endpoint,
+        *,
+        model_print: str,
+        layout_print: str,
+        expected: Mapping[str, Extent],
+    ) -> None:
+        """Take the ticket of an offer whose seal is still to come; as `check`, without tokens."""
+        check_origin(offer, producer, model_print=model_print, layout_print=layout_print)
+        self._take(offer.nonce, offer.epoch, producer)
+        check_ranks(offer, producer)
+        for rank in offer.ranks:
+            check_spans(spans_of(offer), at_rank(producer, rank), expected)
 
     def check_embeds(
         self,
@@ -153,6 +179,7 @@ class Receiver:
         on_free: Callable[[], None],
         landed: Callable[[int], None] | None = None,
         posted: Callable[[], None] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         """READ all pairs (local, remote) of all peers and return when every byte is here.
 
@@ -167,6 +194,8 @@ class Receiver:
             landed: called with the number of a piece when its bytes are here, while others travel;
                 its errors end the READ. Nothing may be used yet.
             posted: called when the READ was posted; its errors end the READ too.
+            gate: keeps back pieces that are not final, and its errors end the READ. Time that is
+                spent waiting for it is not the READ's.
 
         Raises:
             TransferError: the READ was refused or failed.
@@ -175,9 +204,9 @@ class Receiver:
         until = self._clock() + deadline_s
         try:
             read = PiecedRead(
-                lambda piece: Together().post(self._link, piece), pieces, landed, posted
+                lambda piece: Together().post(self._link, piece), pieces, landed, posted, gate
             )
-        except TransferError:
+        except ServingError:
             on_free()
             raise
         destination = _Destination(self._after(State.HELD, Event.POST), read, on_free)
@@ -186,13 +215,14 @@ class Receiver:
             left_s = until - self._clock()
             late = left_s <= 0
             if late or cancelled():
-                read.give_up()
-                destination.state = self._after(destination.state, Event.ABANDON)
-                with self._lock:
-                    self._quarantine.append(destination)
+                self._give_up(destination)
                 if late:
                     raise DeadlineExceeded(f"a READ from {named} took over {deadline_s:.1f} s")
                 raise Cancelled(f"cancelled while reading from {named}")
+            if gate is not None and (number := read.kept_back) is not None:
+                gate.wait(number, _KEPT_BACK_S)
+                until = self._clock() + deadline_s
+                continue
             taken_s = deadline_s - left_s
             if taken_s > _AWAKE_S:
                 time.sleep(min(taken_s * _PAUSE_SHARE, _LONGEST_PAUSE_S))
@@ -237,6 +267,17 @@ class Receiver:
     def must_restart(self) -> bool:
         """Whether the quarantine has reached its bound: only the end of this process frees it."""
         return self.quarantined >= self._bound
+
+    def _give_up(self, destination: _Destination) -> None:
+        """Post no more; what is in progress keeps its destination in quarantine."""
+        destination.read.give_up()
+        if not destination.read.is_in_progress:
+            destination.state = self._after(destination.state, Event.FAIL)
+            destination.on_free()
+            return
+        destination.state = self._after(destination.state, Event.ABANDON)
+        with self._lock:
+            self._quarantine.append(destination)
 
     def _ends(self, destination: _Destination) -> bool:
         """Poll once: whether the READ is done. Its end, good or bad, is noted and told.

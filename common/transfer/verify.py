@@ -35,7 +35,11 @@ class Extent:
 
 
 def check_origin(
-    ticket: EmbedTicket | CacheTicket, producer: Endpoint, *, model_print: str, layout_print: str
+    ticket: EmbedTicket | CacheTicket | Offer,
+    producer: Endpoint,
+    *,
+    model_print: str,
+    layout_print: str,
 ) -> None:
     """Refuse a ticket of another model, layout or producer.
 
@@ -98,10 +102,10 @@ def check_spans(
             raise HandoffRefused(part, "two spans overlap")
 
 
-def spans_of(ticket: CacheTicket) -> dict[str, list[Span]]:
-    """A ticket's spans by kind, in the ticket's order."""
+def spans_of(offer: Offer) -> dict[str, list[Span]]:
+    """An offer's spans by kind, in the offer's order."""
     kinds: dict[str, list[Span]] = {}
-    for part in ticket.offer.parts:
+    for part in offer.parts:
         kinds.setdefault(part.kind, []).append(part.span)
     return kinds
 
@@ -116,7 +120,7 @@ def pair_parts(ticket: CacheTicket, local: Mapping[str, Sequence[Span]]) -> list
     Raises:
         TransferError: a kind's sizes differ.
     """
-    remote = spans_of(ticket)
+    remote = spans_of(ticket.offer)
     return [
         pair for kind, spans in local.items() for pair in pair_spans(spans, remote.get(kind, ()))
     ]

@@ -19,7 +19,8 @@ from common.contract.finish import finish_of
 from common.contract.messages import (
     Accepted,
     DecodeJob,
-    Endpoint,
+    Done,
+    PullJob,
     Reservation,
     Reserve,
     TokenOut,
@@ -51,12 +52,11 @@ from services.decode.held import (
 )
 from services.decode.intake import Intake, Times
 from services.decode.joining import canary_difference, join
+from services.decode.pulls import NOT_OURS, Pulls, Release
 from services.decode.scheduler import plan_step
 
 log = logging.getLogger("baton.decode")
-Release = Callable[[Endpoint, bytes, str], None]
 Plant = Callable[[list[tuple[Held, Choice]], TextMemory], None]
-NOT_OURS = ("nonce", "epoch")  # refusals after which the ticket may still be in another job's READ
 
 
 class DecodeEngine:
@@ -71,6 +71,7 @@ class DecodeEngine:
         settings: DecodeSettings,
         tally: Tally,
         *,
+        pull_threads: Executor,
         epoch: int,
         lease_s: float,
         canary_bound: float,
@@ -90,12 +91,30 @@ class DecodeEngine:
         self.plant: Plant | None = None  # a test's: called with a step's shares before it
         self.loop = EngineLoop("decode", self._step)
         self.loop.on_failure(self._fail_all)
+        self.pulls = Pulls(
+            intake,
+            self.loop,
+            tally,
+            release,
+            pull_threads,
+            writer_ended=self._writer_ended,
+            spent=self._end,
+        )
 
     # --- from any thread
 
     def reserve(self, message: Reserve, caller: str) -> Future[Reservation]:
         """Hold slots and pages for a request until its job comes or its lease ends."""
         return self.loop.ask(lambda: self._reserve(message, caller))
+
+    def pull(self, job: PullJob) -> Future[Done]:
+        """READ an offer into its reservation; the future is done when everything is here."""
+        told: Future[Done] = promise()
+        self.loop.post(
+            lambda: self.pulls.begin(self._helds.get(job.reservation), job, told),
+            told.set_exception,
+        )
+        return told
 
     def submit(self, job: DecodeJob) -> Future[Accepted]:
         """Take in a hand-off for a reservation; frames follow when the future has its result."""
@@ -146,9 +165,8 @@ class DecodeEngine:
         return Reservation(id=held.id, epoch=self._epoch, lease_s=self._lease_s)
 
     def _begin_intake(self, job: DecodeJob, posted: float, accepted: Future[Accepted]) -> None:
-        held = self._helds.get(job.reservation)
-        if held is None or held.stage != "reserved":
-            nonce = job.ticket.offer.nonce
+        held, nonce = self._helds.get(job.reservation), job.ticket.offer.nonce
+        if held is None or held.stage != "reserved" or not self.pulls.fits(held, nonce):
             if held is None or held.job is None or held.job.ticket.offer.nonce != nonce:
                 self._release(job.producer, nonce, "aborted")
             accepted.set_exception(
@@ -156,7 +174,7 @@ class DecodeEngine:
             )
             return
         held.stage, held.job, held.accepted = "fetching", job, accepted
-        held.writers = 1 + self._intake.readers
+        held.writers += 1 + (self._intake.readers if held.pull is None else 0)
         held.deadline = posted + job.deadline_s
         self._threads.submit(self._run_intake, held, job, posted)
 
@@ -176,7 +194,7 @@ class DecodeEngine:
         except Exception as fault:  # nobody waits for this thread: the engine must hear of it
             request_id.set(job.request.partition("~")[0])
             log.exception("taking in a hand-off failed")
-            if len(read_ended) < self._intake.readers:
+            if held.pull is None and len(read_ended) < self._intake.readers:
                 self.loop.post(partial(self._stop_for, fault))
                 return
             writer_ended()
@@ -205,7 +223,7 @@ class DecodeEngine:
             if held.writers:  # the destination stays in quarantine, so the reservation is spent
                 self._end(held)
             else:
-                held.stage = "reserved"
+                held.stage, held.pull = "reserved", None
                 held.expires = time.monotonic() + self._lease_s
         held.accepted.set_exception(error)
 
@@ -304,6 +322,8 @@ class DecodeEngine:
         """Forget a request; memory a READ may still write into is given back later."""
         if self._helds.pop(held.id, None) is None:
             return
+        if held.stage == "reserved":
+            self.pulls.end(held)
         held.stage = "ended"
         if not held.writers:
             give_back(held)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from common.cache.mla_pool import pages_of
 from common.config.spec import CHUNK
-from common.contract.messages import Accepted, DecodeJob, Reserve
+from common.contract.messages import Accepted, DecodeJob, Done, PullJob, Reserve
 from common.errors import CapacityError, InvalidRequest
 from common.grammar.library import Matcher
 from common.model.batch import Share
+from common.ops.digest import Signature
 from common.runtime.loop import promise
 from common.runtime.memory import TextMemory
 from common.runtime.place import Place
@@ -43,6 +44,16 @@ class Choice:
 
 
 @dataclass(slots=True, eq=False)
+class Pull:
+    """An offer that is READ into a reservation before its seal came. Nothing of it is used."""
+
+    job: PullJob
+    told: Future[Done]  # the router's answer
+    arrived: Future[Callable[[], Signature]] = field(default_factory=promise)  # says what did
+    is_given_up: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class Held:
     """A reservation, and the request that came for it."""
 
@@ -56,6 +67,7 @@ class Held:
     id: bytes = field(default_factory=lambda: secrets.token_bytes(16))
     stage: str = "reserved"  # then fetching, running, ended
     writers: int = 0  # a READ and its thread, which may still write into slots and pages
+    pull: Pull | None = None
     job: DecodeJob | None = None
     deadline: float = float("inf")
     is_paused: bool = False  # its client does not read

@@ -25,6 +25,7 @@ class GroupIntake(Intake):
         """Arguments after `leading` as of `Intake`; the memory is the leader's."""
         super().__init__(*own, **more)
         self._leading, self.readers = leading, leading.mesh.tensor
+        self.is_alone = False
 
     def _read(
         self,

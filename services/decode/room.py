@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from common.config.settings import Settings
@@ -18,6 +19,7 @@ from common.contract.messages import (
     Message,
     Pace,
     Ping,
+    PullJob,
     Release,
     Renew,
     Reserve,
@@ -68,6 +70,10 @@ class DecodeRoom(TextRoom):
             whole=slot_memory(loaded.spec.text, loaded.dtype.itemsize),
             deadline_s=transfer.deadline_s,
             claim=self.claim,
+            follow=self.follow,
+        )
+        self._pulls = ThreadPoolExecutor(
+            self.memory.slots.total, thread_name_prefix="pull", initializer=self._use_device
         )
         self._masks = Masks(Filler(), pinned=loaded.device.type == "cuda")
         self.engine = DecodeEngine(
@@ -77,6 +83,7 @@ class DecodeRoom(TextRoom):
             self.threads,
             settings.decode,
             self.tally,
+            pull_threads=self._pulls,
             epoch=self.room.epoch,
             lease_s=transfer.lease_s,
             canary_bound=transfer.canary_bound,
@@ -111,6 +118,7 @@ class DecodeRoom(TextRoom):
         """Start the engine and listen on a free port of `host`."""
         room = self.room
         room.on(Reserve, self._reserve)
+        room.on(PullJob, self._pull)
         room.on(DecodeJob, self._decode)
         room.on(Renew, self._renew)
         room.on(Release, self._on_release)
@@ -129,6 +137,7 @@ class DecodeRoom(TextRoom):
         """Stop listening, then computing."""
         if self.rebalancer is not None:
             self.rebalancer.stop()
+        self._pulls.shutdown(wait=False, cancel_futures=True)
         await self.stop(self.engine.loop)
         self._masks.close()
 
@@ -169,6 +178,9 @@ class DecodeRoom(TextRoom):
         if self.must_restart:
             raise CapacityError(f"{self.room.id} waits for {self.quarantined} late READs")
         return await asyncio.wrap_future(self.engine.reserve(message, caller))
+
+    async def _pull(self, job: PullJob, caller: str) -> Message:
+        return await asyncio.wrap_future(self.engine.pull(job))
 
     async def _decode(self, job: DecodeJob, caller: str) -> Message:
         return await asyncio.wrap_future(self.engine.submit(job))

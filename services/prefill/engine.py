@@ -4,6 +4,8 @@ One thread owns the pools (`EngineLoop`); everything public may be called from a
 request's slot and pages are taken when it is admitted and given back when its ticket ended, or at
 once when it never got that far. What a step computes is decided in `scheduler.py`, what a ticket
 says in `publish.py`.
+
+Longer than 300 lines because every change of a prompt's stage stands here, in one thread's hands.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor
 from common.cache.mla_pool import pages_of
 from common.config.settings import PrefillSettings
 from common.config.spec import CHUNK
-from common.contract.messages import CacheTicket, PrefillJob
+from common.contract.messages import CacheTicket, Message, Offered, PrefillJob
 from common.errors import (
     Cancelled,
     CapacityError,
@@ -36,11 +38,13 @@ from common.observe.metrics import Tally
 from common.runtime.loop import EngineLoop
 from common.runtime.memory import TextMemory
 from common.transfer.owner import Owner
+from services.prefill.early import Passing, borders_of
 from services.prefill.embeds import EmbedPuller
 from services.prefill.publish import Finished, Signer, publish
 from services.prefill.scheduler import Progress, plan_step
 from services.prefill.work import Work, roomiest, share_of
 
+Tell = Callable[[str, Message], None]
 Plant = Callable[[list[tuple[Work, int]], TextMemory], None]
 
 
@@ -57,11 +61,22 @@ class PrefillEngine:
         settings: PrefillSettings,
         tally: Tally,
         signer: Signer,
+        *,
+        layer_groups: int = 0,
+        tell: Tell = lambda caller, message: None,
     ) -> None:
-        """Build the engine; `loop.start()` begins."""
+        """Build the engine; `loop.start()` begins.
+
+        `layer_groups`: of a slot's layers that may be pulled while a last chunk is computed, 0:
+        none; `tell(caller, message)` sends a router a message without a reply.
+        """
         self._model, self._memory, self._puller = model, memory, puller
         self._grammars, self._signer = grammars, signer
         self._owner, self._settings, self._tally = owner, settings, tally
+        self._borders: tuple[int, ...] = ()
+        if layer_groups:
+            self._borders = borders_of(len(memory.states.layers), layer_groups)
+        self._tell = tell
         self.plant: Plant | None = None  # a test's: called with a step's shares before it
         self._works: list[Work] = []  # oldest first; ended ones are removed
         self.loop = EngineLoop("prefill", self._step)
@@ -154,7 +169,8 @@ class PrefillEngine:
             self._prepare_canary(work)
         if self.plant is not None:
             self.plant(chosen, self._memory)
-        logits = self._forward(chosen)
+        passing = self._offer_early(chosen)
+        logits = self._forward(chosen) if passing is None else self._pass(chosen, passing)
         self._tally.observe("baton_prefill_step_seconds", time.perf_counter() - started)
         self._tally.observe("baton_prefill_step_tokens", float(sum(n for _, n in chosen)))
         row = 0
@@ -205,12 +221,37 @@ class PrefillEngine:
 
         self.loop.post(go_on)
 
-    def _forward(self, chosen: list[tuple[Work, int]]) -> Tensor:
-        shares = tuple(
-            share_of(work, work.slot, count, want_logits=work.done + count == work.total)
+    def _offer_early(self, chosen: list[tuple[Work, int]]) -> Passing | None:
+        """Offer the prompts that this step will finish, so that they are pulled meanwhile."""
+        ending = [
+            work
             for work, count in chosen
+            if work.done + count == work.total and work.job.sampling.max_tokens > 1
+        ]
+        if not self._borders or not ending:
+            return None
+        states = self._memory.states
+        passing = Passing(layers=states.layers, borders=self._borders, device=states.state.device)
+        passing.begin()
+        for work in ending:
+            work.offer = passing.offer(work, self._owner, partial(self._ticket_ended, work))
+            self._tell(work.caller, Offered(request=work.job.request, offer=work.offer))
+        return passing
+
+    def _forward(self, chosen: list[tuple[Work, int]]) -> Tensor:
+        return self._model.forward(_batch_of(chosen), self._memory.tensors)
+
+    def _pass(self, chosen: list[tuple[Work, int]], passing: Passing) -> Tensor:
+        """The same while it is noted which layers are final."""
+        batch, tensors = _batch_of(chosen), self._memory.tensors
+        logits, _ = self._model.capture(
+            batch, tensors, layers=(), convention="prefix", after=passing.after
         )
-        return self._model.forward(StepBatch(kind="chunks", shares=shares), self._memory.tensors)
+        for work, _ in chosen:
+            if work.offer is not None:  # the last thing that is written there
+                work.memory.latents.zero_rest(work.pages, work.total)
+        passing.end()
+        return logits
 
     def _prepare_canary(self, work: Work) -> None:
         """Before the last share: leave the state before the last token in the canary's slot."""
@@ -240,6 +281,7 @@ class PrefillEngine:
             canary_slot=work.canary_slot,
             pages=work.pages,
             matcher=work.matcher,
+            offer=work.offer,
             wait_s=work.started - work.arrived,
             compute_s=time.monotonic() - work.started,
         )
@@ -260,7 +302,13 @@ class PrefillEngine:
 
     def _ticket_ended(self, work: Work, outcome: str) -> None:
         self._tally.add("baton_tickets_total", outcome=outcome)
-        self.loop.post(lambda: self._free(work))
+        self.loop.post(lambda: self._let_go(work, outcome))
+
+    def _let_go(self, work: Work, outcome: str) -> None:
+        if work.stage == "published":
+            self._free(work)
+        else:  # it was offered early, and the prompt need not be computed to its end
+            self._end(work, HandoffRefused("lease", f"its ticket was {outcome} before its seal"))
 
     def _cancel(self, request: str) -> None:
         self._owner.abort(request)  # a ticket given out since the message came
@@ -281,6 +329,8 @@ class PrefillEngine:
         if work in self._works:
             self._free(work)
             work.future.set_exception(error)
+            if work.offer is not None:
+                self._owner.release(work.offer.nonce, "aborted")
 
     def _free(self, work: Work) -> None:
         if work not in self._works:
@@ -297,3 +347,11 @@ class PrefillEngine:
         for work in list(self._works):
             if not work.future.done():
                 work.future.set_exception(RoomLost(f"the prefill engine stopped: {error}"))
+
+
+def _batch_of(chosen: list[tuple[Work, int]]) -> StepBatch:
+    shares = tuple(
+        share_of(work, work.slot, count, want_logits=work.done + count == work.total)
+        for work, count in chosen
+    )
+    return StepBatch(kind="chunks", shares=shares)

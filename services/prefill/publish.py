@@ -1,17 +1,17 @@
-"""Turning a finished prompt into a ticket: sample, sign, offer, seal.
+"""Turning a finished prompt into a ticket: sample, sign, offer unless that was done, seal.
 
-Nothing is offered before the memory agrees with itself: the slot's header must say that it is this
+Nothing is sealed before the memory agrees with itself: the slot's header must say that it is this
 request's and absorbed exactly its tokens, and every value must be finite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from common.contract.messages import CacheTicket, Part, PrefillJob, Seal, TokenOut
+from common.contract.messages import CacheTicket, Offer, Part, PrefillJob, Seal, TokenOut
 from common.contract.prefixes import token_hash
 from common.errors import PoisonedState, ServingError
 from common.grammar.library import Matcher
@@ -43,6 +43,7 @@ class Finished:
     wait_s: float
     compute_s: float
     matcher: Matcher | None = None  # at the answer's beginning
+    offer: Offer | None = None  # where it left early
 
     @property
     def place(self) -> Place:
@@ -89,7 +90,7 @@ def publish(
     owner: Owner,
     on_end: Callable[[str], None],
 ) -> CacheTicket:
-    """Offer and seal one request.
+    """Offer one request, unless it is, and seal it.
 
     Args:
         work: the prompt.
@@ -101,20 +102,15 @@ def publish(
     Raises:
         PoisonedState: a logit or a value of the state is not finite.
         DeadEnd: the answer's grammar allows no first token.
-        HandoffRefused: the slot's header disagrees.
+        HandoffRefused: the slot's header disagrees, or the ticket of an early offer ended.
     """
     total = len(work.job.token_ids)
     first = _first_tokens(work.job, logits, work.matcher)
-    states, latents = work.memory.states, work.memory.latents
+    states = work.memory.states
     states.expect(work.slot, work.nonce, total)
     if work.canary_slot >= 0:
         states.expect(work.canary_slot, work.nonce, total - 1)
     signature = signer.sign(work)
-    parts = [Part(kind=kind, span=span) for kind, span in states.span(work.slot).items()]
-    parts += [Part(kind="latent", span=span) for span in latents.spans(work.pages)]
-    if work.canary_slot >= 0:
-        spans = states.span(work.canary_slot).items()
-        parts += [Part(kind=f"canary_{kind}", span=span) for kind, span in spans]
     if signature.unsound:
         raise PoisonedState(f"the state of {', '.join(signature.unsound)} is not finite")
     seal = Seal(
@@ -126,9 +122,22 @@ def publish(
         wait_s=work.wait_s,
         compute_s=work.compute_s,
     )
-    ranks = signer.ranks(work.memory)
-    offer = owner.offer(work.job.request, parts, on_end, probe=work.job.probe, ranks=ranks)
+    offer = work.offer
+    if offer is None:
+        parts = parts_of(work.memory, work.slot, work.canary_slot, work.pages)
+        ranks = signer.ranks(work.memory)
+        offer = owner.offer(work.job.request, parts, on_end, probe=work.job.probe, ranks=ranks)
     return owner.seal(offer.nonce, seal)
+
+
+def parts_of(memory: TextMemory, slot: int, canary_slot: int, pages: Sequence[int]) -> list[Part]:
+    """What a ticket names; `canary_slot` is -1 where there is none."""
+    parts = [Part(kind=kind, span=span) for kind, span in memory.states.span(slot).items()]
+    parts += [Part(kind="latent", span=span) for span in memory.latents.spans(pages)]
+    if canary_slot >= 0:
+        spans = memory.states.span(canary_slot).items()
+        parts += [Part(kind=f"canary_{kind}", span=span) for kind, span in spans]
+    return parts
 
 
 def _first_tokens(job: PrefillJob, logits: Tensor, matcher: Matcher | None) -> tuple[TokenOut, ...]:

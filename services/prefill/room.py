@@ -8,10 +8,12 @@ import time
 from common.cache.embed_arena import EmbedArena
 from common.config.settings import Settings
 from common.contract.messages import (
+    Await,
     Cached,
     Cancel,
     Done,
     Endpoint,
+    Final,
     Holdings,
     Inventory,
     Load,
@@ -23,11 +25,14 @@ from common.contract.messages import (
 )
 from common.errors import HandoffRefused
 from common.runtime.leading import Starter
+from common.runtime.room import AWAIT_S
 from common.runtime.text_room import TextRoom
 from common.transfer.owner import Owner
 from services.prefill.embeds import EmbedPuller
 from services.prefill.engine import PrefillEngine
 from services.prefill.publish import Signer
+
+LOOK_S = 0.001  # how often an offer that is waited for is looked at
 
 
 class PrefillRoom(TextRoom):
@@ -82,6 +87,8 @@ class PrefillRoom(TextRoom):
             settings.prefill,
             self.tally,
             Signer(self.leading),
+            layer_groups=0 if self.leading else transfer.layer_groups,
+            tell=self._tell,
         )
 
     async def open(self, host: str) -> Endpoint:
@@ -89,6 +96,7 @@ class PrefillRoom(TextRoom):
         room = self.room
         room.on(PrefillJob, self._prefill)
         room.on(Renew, self._renew)
+        room.on(Await, self._await)
         room.on(Release, self._on_release)
         room.on(Cancel, self._cancel)
         room.on(Ping, self.load)
@@ -145,6 +153,18 @@ class PrefillRoom(TextRoom):
         if lost := self.owner.renew(message.nonces):
             raise HandoffRefused("lease", f"{len(lost)} of {len(message.nonces)} leases ended")
         return Done()
+
+    async def _await(self, message: Await, caller: str) -> Message:
+        until = time.monotonic() + AWAIT_S
+        while (portions := self.owner.final(message.nonce)) <= message.known:
+            if time.monotonic() >= until:
+                break
+            await asyncio.sleep(LOOK_S)
+        return Final(portions=portions)
+
+    def _tell(self, caller: str, message: Message) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.room.push, caller, message)
 
     async def _on_release(self, message: Release, caller: str) -> Message:
         self.owner.release(message.nonce, message.outcome)

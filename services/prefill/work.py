@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.cache.mla_pool import pages_of
 from common.config.spec import CHUNK
-from common.contract.messages import CacheTicket, PrefillJob
+from common.contract.messages import CacheTicket, Offer, PrefillJob
 from common.grammar.library import Matcher
 from common.model.batch import Share
 from common.runtime.loop import promise
@@ -39,6 +39,7 @@ class Work:
     pull: Pull | None = None
     matcher: Matcher | None = None  # at the answer's beginning
     done: int = 0
+    offer: Offer | None = None  # where it left before the prompt's end
     stage: str = (
         "queued"  # then fetching, running, published, ended; with a grammar, compiling first
     )
@@ -53,6 +54,11 @@ class Work:
     def total(self) -> int:
         """Tokens of the prompt."""
         return len(self.job.token_ids)
+
+    @property
+    def full_pages(self) -> int:
+        """Pages that are full."""
+        return self.done // CHUNK
 
     @property
     def limit(self) -> int:

@@ -90,6 +90,20 @@ def lanes_asked(room) -> set[int]:
 
 
 @pytest.mark.parametrize(
+    ("prefill", "decode"), [({}, {"data": 2, "expert": 2}), ({"data": 2, "expert": 2}, {})]
+)
+async def test_a_group_hands_off_whole_tickets_whatever_the_layer_groups(prefill, decode):
+    expected = await answers_of_one()
+    settings = changed(of_ranks(prefill, **decode), transfer={"layer_groups": 3})
+    async with in_process(settings) as line:
+        pulled = []
+        line.decodes[0].intake.pull = lambda *more: pulled.append(more)
+        assert await answers(line) == expected
+        assert pulled == []
+        await line.nothing_left()
+
+
+@pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
 async def test_a_lost_rank_ends_its_group_and_the_answer_goes_on_elsewhere(number) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from common.contract.messages import Endpoint
+from common.contract.messages import Endpoint, Offer
 from common.runtime.landing import Landing
 from common.runtime.memory import TextMemory
 from common.runtime.place import Place
@@ -41,7 +41,7 @@ class _Gated:
 class Pieced:
     """A request of one memory, wanted in another, in pieces of so many bytes."""
 
-    def __init__(self, piece_bytes: int) -> None:
+    def __init__(self, piece_bytes: int, offer: Offer | None = None) -> None:
         self.fabric = Fabric()
         self.source, self.peer = self._room("source", LocalLink("source", self.fabric))
         self.link = GatedLink("target", self.fabric)
@@ -51,7 +51,7 @@ class Pieced:
             for tensor in (memory.states.state, memory.states.conv, memory.latents.pages):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
         self.signed = self.source.measure(THEIRS).sums
-        self.landing = Landing(self.target, OURS, piece_bytes=piece_bytes)
+        self.landing = Landing(self.target, OURS, piece_bytes=piece_bytes, offer=offer)
         self.pieces = self.landing.pieces([(self.peer, self.pairs())])
         self.receiver = Receiver(self.link, quarantine_bound=1)
         self.seen, self.freed = list[int](), list[bool]()
@@ -71,7 +71,7 @@ class Pieced:
         self.seen.append(number)
         self.landing.landed(number)
 
-    def fetch(self, *, deadline_s: float = 5.0, cancelled=lambda: False) -> None:
+    def fetch(self, *, deadline_s: float = 5.0, cancelled=lambda: False, gate=None) -> None:
         self.receiver.fetch_all(
             self.pieces,
             deadline_s,
@@ -79,6 +79,7 @@ class Pieced:
             lambda: self.freed.append(True),
             lambda number: self.landed(number),
             lambda: self.posted(),
+            gate,
         )
 
     def verify(self) -> None:

@@ -172,6 +172,11 @@ class FakeEncoder(FakeRoom):
 class FakePrefill(FakeRoom):
     room = "prefill"
 
+    def __init__(self, name, world) -> None:
+        super().__init__(name, world)
+        self.is_early = False  # whether offers leave before their seals
+        self.after_offer: list[Exception] = []  # what the next jobs fail with, once offered
+
     async def verb(self, job: m.PrefillJob, wire):
         if job.embeds is not None:
             self.world.release(job.embeds.producer, job.embeds.nonce)
@@ -185,6 +190,12 @@ class FakePrefill(FakeRoom):
             lease_s=30.0,
         )
         self.held[offer.nonce] = job.request
+        if self.is_early:
+            wire.push(m.Offered(request=job.request, offer=offer))
+            await asyncio.sleep(0.02)
+            if self.after_offer:
+                del self.held[offer.nonce]
+                raise self.after_offer.pop(0)
         script = job.sampling.script
         first = tuple(
             m.TokenOut(id=script[0] if script else self.world.answer(job.token_ids, c, 0))
@@ -222,6 +233,8 @@ class FakeDecode(FakeRoom):
             key = nonce()
             self.held[key] = message.request
             return m.Reservation(id=key, epoch=self.epoch, lease_s=30.0)
+        if isinstance(message, m.PullJob):
+            return m.Done()
         if message.reservation not in self.held:
             raise HandoffRefused("reservation", "this reservation is not held")
         self.world.release(message.ticket.offer.producer, message.ticket.offer.nonce)

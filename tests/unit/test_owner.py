@@ -7,7 +7,7 @@ import pytest
 from common.contract.messages import EmbedPart, Part, Seal
 from common.contract.regions import Span
 from common.errors import HandoffRefused
-from common.transfer.owner import Owner
+from common.transfer.owner import Early, Owner
 
 SEAL = Seal(num_tokens=1, token_hash=b"h", digests={}, first=())
 PART = Part(kind="state", span=Span(pool="state", offset=0, size=4))
@@ -119,3 +119,52 @@ def test_a_callback_may_call_the_owner_again(owner):
     first = owner.offer("a", [PART], lambda _: owner.release(second.nonce, "aborted"))
     owner.release(first.nonce, "aborted")
     assert owner.held() == 0
+
+
+def offered_early(owner: Owner, final: list[int], ends: list[str]) -> bytes:
+    early = Early(final_pages=2, borders=(2, 3), final=lambda: final[0])
+    offer = owner.offer("a", [PART], ends.append, early=early)
+    assert (offer.final_pages, offer.borders, offer.portions) == (2, (2, 3), 4)
+    return offer.nonce
+
+
+def test_an_early_offer_says_what_is_final_and_all_of_it_once_it_is_sealed(owner):
+    final, ends = [0], []
+    nonce = offered_early(owner, final, ends)
+    assert owner.final(nonce) == 0
+    final[0] = 3
+    assert owner.final(nonce) == 3
+    owner.seal(nonce, SEAL)
+    assert owner.final(nonce) == 4
+    owner.release(nonce, "released")
+    with pytest.raises(HandoffRefused, match="lease"):
+        owner.final(nonce)
+
+
+def test_asking_what_is_final_renews_the_lease_and_cannot_revive_it(owner, clock):
+    ends = []
+    nonce = offered_early(owner, [1], ends)
+    clock.now += 29
+    assert owner.final(nonce) == 1
+    clock.now += 29
+    assert owner.final(nonce) == 1
+    clock.now += 30
+    with pytest.raises(HandoffRefused, match="lease"):
+        owner.final(nonce)
+    assert ends == ["expired"]
+
+
+@pytest.mark.parametrize("outcome", ["refused", "aborted"])
+def test_an_early_offer_ends_before_its_seal_when_its_receiver_says_so(owner, outcome):
+    ends = []
+    nonce = offered_early(owner, [1], ends)
+    assert owner.release(nonce, outcome) and ends == [outcome]
+    with pytest.raises(HandoffRefused, match="before it was sealed"):
+        owner.seal(nonce, SEAL)
+
+
+def test_an_ordinary_offer_has_one_portion_which_is_final_with_its_seal(owner):
+    offer = owner.offer("a", [PART], print)
+    assert (offer.portions, owner.final(offer.nonce)) == (1, 0)
+    owner.seal(offer.nonce, SEAL)
+    assert owner.final(offer.nonce) == 1
