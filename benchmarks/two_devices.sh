@@ -50,16 +50,16 @@ part() {
       "benchmarks.handoff --devices 2 --small --tokens 256 1024" ;;
     exchange) bench exchange 120 "benchmarks.exchange --devices 2 --out $out/exchange-lines.jsonl" \
       "benchmarks.exchange --devices 0 --rows 1 8 --layer-rows 64 --out $out/exchange-lines.jsonl" ;;
-    steps) bench steps 150 "benchmarks.handoff_busy steps --devices 2" \
-      "benchmarks.handoff_busy steps --devices 2 --small" ;;
+    steps) bench steps 150 "benchmarks.handoff_busy --devices 2" \
+      "benchmarks.handoff_busy --devices 2 --small" ;;
     mixed) bench mixed 330 "benchmarks.mixed --devices 2" \
       "benchmarks.mixed --devices 0 --small --seconds 3 --rates 2" ;;
     rooms) bench rooms 420 "benchmarks.device_rooms --devices 2" \
       "benchmarks.device_rooms --devices 0 --dtype float32" ;;
     deaths) run deaths 120 $py -m pytest -q tests/integration/test_device_deaths.py \
       -k "$([ -n "${TRIAL:-}" ] && echo cpu || echo cuda)" ;;
-    layers) bench layers 120 "benchmarks.handoff_busy layers --devices 2" \
-      "benchmarks.handoff_busy layers --devices 2 --small" ;;
+    layers) bench layers 120 "benchmarks.handoff_layers --devices 2" \
+      "benchmarks.handoff_layers --devices 2 --small --tokens 256 1024" ;;
     *) echo "no part is called $1"; failed=$((failed + 1)) ;;
   esac
 }
