@@ -55,6 +55,16 @@ def test_inputs_are_widened_on_the_way_to_fp32_weights(tile: int | None) -> None
     assert off_by(found, rows.widened(x, weight, None)) < 1e-6
 
 
+@pytest.mark.parametrize(("count", "outputs"), [(70, 70), (2050, 33)], ids=["few", "many"])
+def test_fp32_weights_in_three_parts_lose_no_bit_of_them(count: int, outputs: int) -> None:
+    x, weight = randn(count, 192).bfloat16(), randn(outputs, 192) * 0.02
+    out = torch.full((count, outputs), float("nan"), device=DEVICE)
+    fast_rows.in_parts(x, weight, out)
+    wanted = x.double() @ weight.double().t()
+    library = off_by(rows.widened(x, weight, None), wanted)
+    assert off_by(out, wanted) < 2 * library
+
+
 def test_the_number_of_parts_follows_from_the_weights_alone() -> None:
     assert fast_rows.parts_of(163840, 7168, 1) == 1
     assert fast_rows.parts_of(3584, 7168, 1) == 4
