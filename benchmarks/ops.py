@@ -225,13 +225,14 @@ def _fla_chunks(
 
 def experts(report: Report) -> None:
     """Rows 3 and 4: experts as the room fits them, and the same products on each unit alone."""
+    from benchmarks.unpacking import bare_experts
     from common.ops.moe import triton as fast
     from common.ops.moe import triton_split
     from common.ops.moe.deepgemm import DeepGemm, Fp8Experts, to_fp8, unavailable
 
     width, inner = 3584, 3072
-    why = unavailable(torch.device("cuda"))
-    for count, loads in ((56, (1, 4, 16, 64, 512)), (896, (1, 4, 8, 16, 32, 64, 128))):
+    why, bare = unavailable(torch.device("cuda")), bare_experts()
+    for count, loads in ((56, (1, 4, 16, 64, 512)), (896, (1, 4, 8, 16, 32, 64, 128, -36, -146))):
         stack = triton_split.based(
             moe.ExpertStack(
                 w13=_bytes(count, 2 * inner, width // 2), w2=_bytes(count, width, inner // 2),
@@ -242,21 +243,22 @@ def experts(report: Report) -> None:
         assert stack is not None
         narrow = to_fp8(stack) if count == 56 and why is None else None
         for load in loads:
-            rows = max(1, load * count // 16)
-            ids = torch.arange(rows, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
-            ids = (ids * 5 % count).sort(-1).values
+            ids, case = _choices(count, load)
+            rows = len(ids)
             x, weights = randn(rows, width, dtype=BF16), torch.rand(rows, 16, device="cuda")
             used = min(count, rows * 16)
             need = {
                 "bytes_": used * 3 * inner * width * (0.5 + 1 / 32),
                 "flops": 6.0 * inner * width * rows * 16,
             }
-            case = {"experts": count, "tokens_each": load}
             call = [lambda: fast.experts(x, ids, weights, stack, SITU, None)]
             report("experts", case, "body, whole op", call, **need)
             products = fast.products(x, ids, stack, SITU)
             report("experts", case, "bf16 unit, two products", [products], **need)
-            if load <= 16:
+            if abs(load) > 16:
+                products = bare.products(x, ids, stack, SITU)
+                report("experts", case, "bf16 unit, nothing unpacked", [products], **need)
+            else:
                 products = triton_split.products(x, ids, stack, SITU)
                 report("experts", case, "FP8 unit, two products", [products], **need)
             for who, is_masked in (("masked", True), ("contiguous", False)):
@@ -267,6 +269,19 @@ def experts(report: Report) -> None:
             if count == 56 and load == 16:
                 call = [lambda: moe.experts(x, ids, weights, stack, SITU, None)]
                 report("experts", case, "definition", call, graph=False, **need)
+
+
+def _choices(count: int, load: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Sixteen experts a row: `load` rows an expert, or below zero as many on average, drawn."""
+    rows = max(1, abs(load) * count // 16)
+    if load > 0:
+        ids = torch.arange(rows, device="cuda")[:, None] * 16 + torch.arange(16, device="cuda")
+        ids, told = ids * 5 % count, str(load)
+    else:
+        ids = torch.rand(rows, count, device="cuda").topk(16, -1).indices
+        each = torch.bincount(ids.flatten(), minlength=count)
+        told = f"{-load}, drawn, {int(each.min())} to {int(each.max())}"
+    return ids.sort(-1).values, {"experts": count, "tokens_each": told}
 
 
 def draws(report: Report) -> None:

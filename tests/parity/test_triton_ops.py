@@ -94,8 +94,10 @@ def test_the_router_chooses_and_weighs_as_defined(experts: int) -> None:
     assert off_by(weights, weights_wanted) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [1, 5, 37])
-def test_packed_experts_equal_the_loop_over_them(rows: int) -> None:
+@pytest.mark.parametrize("tail", [0, 16], ids=["whole", "tail"])
+@pytest.mark.parametrize("rows", [1, 5, 37, 90])
+def test_packed_experts_equal_the_loop_over_them(rows: int, tail: int) -> None:
+    """With a tail of 16, experts of up to 16, up to 32, up to 48 and more rows."""
     count, inner, width, top = 6, 128, 256, 3
     w13, w13_scale = quant.pack_mxfp4(randn(count, 2 * inner, width).cpu() * 0.05)
     w2, w2_scale = quant.pack_mxfp4(randn(count, width, inner).cpu() * 0.05)
@@ -104,7 +106,8 @@ def test_packed_experts_equal_the_loop_over_them(rows: int) -> None:
     assert fast_moe.unsupported(stack) is None
     ids = torch.stack([torch.randperm(count)[:top].sort().values for _ in range(rows)]).to(DEVICE)
     x, weights = randn(rows, width), torch.rand(rows, top, device=DEVICE)
-    tiles = fast_moe.Tiling(rows=16, width=64, depth=128, stages=2, warps=4)
+    height = 32 if tail else 16
+    tiles = fast_moe.Tiling(rows=height, tail=tail, width=64, depth=128, stages=2, warps=4)
     out = fast_moe.experts(x, ids, weights, stack, SITU, None, tiles=(tiles, tiles))
     assert off_by(out, moe.experts(x, ids, weights, stack, SITU, None)) < 1e-5
 

@@ -21,28 +21,38 @@ def _inverse(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _tanh_of(x, e, inverse):
-    """tanh(x) from e = exp(-2 x) and 1 / (1 + e); near zero by its series, where 1 - e cancels."""
-    return tl.where(tl.abs(x) < 0.03, x - x * x * x * (1.0 / 3.0), (1.0 - e) * inverse)
+def _exp2(x, FAST: tl.constexpr):
+    """2^x; fast: within two units in the last place, and nothing below the normal numbers."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+    return tl.exp2(x)
 
 
 @triton.jit
-def situ(gate, up, beta, linear_beta, FAST: tl.constexpr):
-    """SiTU in fp32; `linear_beta` 0 takes `up` as it is. Beyond +-80 nothing changes any more."""
+def _bounded(x, most: tl.constexpr, FAST: tl.constexpr):
+    """most * tanh(x / most) as most - 2 most / (1 + exp(2 x / most)); near zero, where that
+    cancels, by its series.
+    """
+    inverse = _inverse(1.0 + _exp2(x * (2.885390081777927 / most), FAST), FAST)
+    series = x * (1.0 - x * x * (1.0 / (3.0 * most * most)))
+    return tl.where(tl.abs(x) < 0.03 * most, series, most - 2.0 * most * inverse)
+
+
+@triton.jit
+def situ(gate, up, beta: tl.constexpr, linear_beta: tl.constexpr, FAST: tl.constexpr):
+    """SiTU in fp32; `linear_beta` 0 takes `up` as it is."""
     if linear_beta > 0:
-        x = tl.minimum(tl.maximum(up / linear_beta, -40.0), 40.0)
-        e = tl.exp2(x * -2.885390081777927)
-        up = linear_beta * _tanh_of(x, e, _inverse(1.0 + e, FAST))
-    x = tl.minimum(tl.maximum(gate / beta, -40.0), 40.0)
-    e = tl.exp2(x * -2.885390081777927)
-    open_ = _inverse(1.0 + tl.exp2(gate * -1.4426950408889634), FAST)
-    return beta * _tanh_of(x, e, _inverse(1.0 + e, FAST)) * open_ * up
+        up = _bounded(up, linear_beta, FAST)
+    open_ = _inverse(1.0 + _exp2(gate * -1.4426950408889634, FAST), FAST)
+    return _bounded(gate, beta, FAST) * open_ * up
 
 
 @triton.jit
 def activate_kernel(
-    x_ptr, x_row, out_ptr, beta, linear_beta, F: tl.constexpr, SITU: tl.constexpr,
-    FAST: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, x_row, out_ptr, beta: tl.constexpr, linear_beta: tl.constexpr,
+    F: tl.constexpr, SITU: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, F / BLOCK)."""
     row = tl.program_id(0).to(tl.int64)

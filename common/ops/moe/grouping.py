@@ -13,13 +13,14 @@ from common.errors import BackendUnsupported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """Sizes of one grouped product's tiles."""
+    """Sizes of one grouped product's tiles; a block of an expert has up to `rows + tail` rows."""
 
     rows: int  # BM
     width: int  # BN
     depth: int  # BK
     stages: int
     warps: int
+    tail: int = 0  # rows beyond `rows` for which weights are not unpacked again; bf16 products only
     registers: int | None = None  # of a thread at most
     sums: bool = True  # whether every `depth` is added in float32; for FP8 products
 

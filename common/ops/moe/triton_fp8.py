@@ -43,7 +43,7 @@ def gather_kernel(
 
 @triton.jit
 def activate_kernel(
-    x_ptr, place_ptr, q_ptr, scale_ptr, room, beta, linear_beta,
+    x_ptr, place_ptr, q_ptr, scale_ptr, room, beta: tl.constexpr, linear_beta: tl.constexpr,
     K: tl.constexpr, G: tl.constexpr, SITU: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: choices. [gate | up] of the first product to the second one's FP8 operand."""

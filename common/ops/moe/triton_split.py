@@ -20,9 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from common.ops.act import Activation
-from common.ops.act.triton import situ
 from common.ops.moe.grouping import Tiling, fitted, group
 from common.ops.moe.stack import ExpertStack
+from common.ops.moe.triton_tile import activated, outputs_of
 
 MOST_ROWS = 16  # of an expert, from which on bf16 products are faster
 LOWEST, HIGHEST = -5, 6  # powers of two by which FP8 holds every FP4 value
@@ -109,7 +109,7 @@ def split_kernel(x_ptr, x_row, parts_ptr, power_ptr, K: tl.constexpr, BLOCK: tl.
 @triton.jit(do_not_specialize=["experts"])
 def split_moe_kernel(
     x_ptr, power_ptr, w_ptr, w_expert, s_ptr, s_expert, base_ptr, out_ptr, source_ptr, expert_ptr,
-    begin_ptr, offset_ptr, beta, linear_beta, k_of_row, experts,
+    begin_ptr, offset_ptr, beta: tl.constexpr, linear_beta: tl.constexpr, k_of_row, experts,
     N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
     BK: tl.constexpr, GATED: tl.constexpr, SITU: tl.constexpr, STAGES: tl.constexpr,
     SUMS: tl.constexpr, FAST: tl.constexpr,
@@ -127,15 +127,7 @@ def split_moe_kernel(
     live = row < end
     if GATED:
         row = tl.load(source_ptr + row, mask=live, other=0) // k_of_row
-    wide = tl.arange(0, BN)
-    if GATED:  # half a tile of gates above the same of factors: one product makes both
-        part: tl.constexpr = BN // 2
-        n = (tl.program_id(0) % tiles) * part
-        wide = n + (wide // part) * N + wide % part
-        n = n + tl.arange(0, part)
-    else:
-        n = (tl.program_id(0) % tiles) * BN + wide
-        wide = n
+    wide, n = outputs_of(tl.program_id(0) % tiles, N, BN, GATED)
     k = tl.arange(0, BK)
     x_at = x_ptr + row.to(tl.int64)[:, None] * (2 * K) + (both // BM)[:, None] * K + k[None, :]
     w_at = w_ptr + expert * w_expert + wide[:, None] * (K // 2) + tl.arange(0, BK // 2)[None, :]
@@ -166,11 +158,7 @@ def split_moe_kernel(
     total = (upper + lower / _APART) * (base << 23).to(tl.float32, bitcast=True)[:, None]
     total *= power[None, :]
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(total, (2, BN // 2, BM)), (1, 2, 0)))
-        if SITU:
-            total = situ(gate, up, beta, linear_beta, FAST)
-        else:
-            total = gate * tl.sigmoid(gate) * up
+        total = activated(total, beta, linear_beta, BN, BM, SITU, FAST)
         target = row.to(tl.int64)
     else:
         target = source.to(tl.int64)
