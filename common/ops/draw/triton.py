@@ -41,9 +41,9 @@ from common.ops.draw.triton_select import select_kernel
 
 BLOCK = 2048  # ids of a tile; a constant, or bits would depend on the batch
 ADJUSTED = 256  # entries of a program
-SCAN = {"BLOCK": 1024, "num_warps": 1}  # of a program of `narrow_kernel`
-PUT = {"BLOCK": 1024, "num_warps": 2}  # of `list_kernel`
-SEARCH = {"CUTS": 8, "BLOCK": 512, "num_warps": 8}  # of a program of `select_kernel`
+SCAN = {"BLOCK": 512, "num_warps": 1}  # of a program of `narrow_kernel`
+PUT = {"BLOCK": 512, "num_warps": 1}  # of `list_kernel`
+SEARCH = {"CUTS": 4, "BLOCK": 1024, "num_warps": 16}  # of a program of `select_kernel`
 
 
 @triton.jit
