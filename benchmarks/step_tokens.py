@@ -127,9 +127,10 @@ def starts(folder: Path) -> Matcher:
 
 def idle(us: int) -> Callable[[], object]:
     """A pass that only takes time."""
-    cycles = 1_000_000
+    cycles = 50_000_000  # tens of milliseconds: a device that was idle begins slowly
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda._sleep(cycles)
+    torch.cuda.synchronize()
     began.record()
     torch.cuda._sleep(cycles)
     ended.record()
