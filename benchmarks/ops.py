@@ -373,6 +373,20 @@ def fronts(report: Report) -> None:
         report("front", case, "two streams", [beside] * 4, **need)
 
 
+def routers(report: Report) -> None:
+    """Row 3's router of a prompt: the weights' three bf16 parts, and a product in fp32."""
+    from common.ops.rows import triton as fast
+
+    weight = randn(896, 7168) * 0.02
+    for rows in (512, 2048, 8192):
+        inputs = [randn(rows, 7168, dtype=BF16) for _ in range(3)]
+        need = {"bytes_": weight.nbytes + inputs[0].nbytes, "flops": 6.0 * rows * 896 * 7168}
+        calls = [lambda x=x: fast.widened(x, weight, None) for x in inputs]
+        report("router", {"rows": rows}, "body", calls, **need)
+        calls = [lambda x=x: torch.nn.functional.linear(x.float(), weight) for x in inputs]
+        report("router", {"rows": rows}, "fp32 by the library", calls, **need)
+
+
 def tower(report: Report) -> None:
     """Row 8: the vision tower by a captured pass, and its attention alone."""
     from common.config.spec import VisionSpec
@@ -604,7 +618,7 @@ OPS = {
     "kda_step": kda_steps, "digest": digests, "attnres": residuals, "small": small,
     "mla_steps": attention, "mla_chunks": prefill_attention, "experts": experts,
     "kda_chunks": kda_chunks, "draw": draws, 
-    "tower": tower, "front": fronts,
+    "tower": tower, "front": fronts, "router": routers,
 }  # fmt: skip
 
 

@@ -26,6 +26,7 @@ TITLES = {
     "mla_chunks": "Latent attention of a prompt, keys and values expanded on the way",
     "attnres": "Attention residual with the pending add and the norm",
     "route": "Router's choice, 16 of 896",
+    "router": "Router's logits of a prompt: three products in bf16, or one in fp32",
     "front": "First products of a layer against their weights' bytes",
     "draw": "Choice of tokens over 163,840 ids",
     "tower": "Vision tower",
