@@ -92,16 +92,16 @@ def kda_steps(report: Report) -> None:
             moved = batch * heads * (2 * 128 * 128 * 4 + 2 * 9 * 128 * 2 + 6 * 128 * 2)
             case = {"heads": heads, "batch": batch}
 
-            def body(layer: int, rows: int | None) -> None:
+            def body(layer: int, warps: int) -> None:
                 triton_step.launch(
                     raw, parts.conv, f, parts.rate, parts.bias, -5.0, beta, gate, parts.norm, 1e-5,
-                    state[:, layer], window[:, layer], slots, out, rows=rows,
+                    state[:, layer], window[:, layer], slots, out, warps=warps,
                 )  # fmt: skip
 
             rounds = 40 if batch <= 8 else 8
-            forms = {"body": None, "body, 4 warps": 0, "body, 1 warp x 4": 4, "body, 1 warp x 8": 8}
-            for who, rows in forms.items():
-                calls = [lambda i=i, rows=rows: body(i % layers, rows) for i in range(rounds)]
+            forms = {"body": triton_step.WARPS, "body, 4 warps": 4, "body, 16 warps": 16}
+            for who, warps in forms.items():
+                calls = [lambda i=i, warps=warps: body(i % layers, warps) for i in range(rounds)]
                 report("kda_step", case, who, calls, bytes_=moved)
             if heads == 96 and batch in (1, 32, 256):
                 _fla_step(report, case, state, raw, f, beta, gate, parts, slots, moved)

@@ -40,11 +40,8 @@ def mix(x: Tensor, w: KdaWeights, spec: KdaSpec, layer: int, run: Run) -> Tensor
         )
         rows = (x[: run.real] for x in (triple, logits, strength, opening))
         mixed = run.padded(
-            run.ops.kda_mix(
-                *rows, parts, run.memory.state, run.memory.conv, layer, run.plan,
-                fixed=run.tile is not None,
-            )
-        )  # fmt: skip
+            run.ops.kda_mix(*rows, parts, run.memory.state, run.memory.conv, layer, run.plan)
+        )
         run.watch(mixed)
         return run.reduce(run.linear(mixed.flatten(1), w.out))
     decay = run.ops.kda_gate(logits, w.rate, w.dt_bias, spec.gate_lower_bound)

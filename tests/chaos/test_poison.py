@@ -88,7 +88,7 @@ async def test_a_nan_in_a_running_requests_page_ends_that_request_alone(relay):
 def in_one(ops):
     """A step's linear attention as one op, made of the definitions."""
 
-    def mix(raw, logits, strength, opening, parts, state, conv, layer, plan, *, fixed):
+    def mix(raw, logits, strength, opening, parts, state, conv, layer, plan):
         q, k, v = ops.conv_steps(raw, parts.conv, conv, layer, plan).unbind(1)
         decay = ops.kda_gate(logits, parts.rate, parts.bias, parts.lower_bound)
         out = ops.kda_steps(q, k, v, decay, strength.float().sigmoid(), state, layer, plan)

@@ -96,8 +96,8 @@ def test_the_chunked_body_takes_a_log_decay_as_it_is() -> None:
     assert off_by(state, state_wanted) < 1e-6
 
 
-@pytest.mark.parametrize("rows", [0, 8], ids=["four warps a head", "one warp a head"])
-def test_a_step_equals_its_parts_and_leaves_padding_alone(rows: int) -> None:
+@pytest.mark.parametrize("warps", [4, 8, 16])
+def test_a_step_equals_its_parts_and_leaves_padding_alone(warps: int) -> None:
     heads, dim = 3, 32
     given, parts = inputs(3, heads, dim, torch.float32), layer(heads, dim)
     state, window = randn(5, 2, heads, dim, dim), randn(5, 2, heads, 3, 3, dim)
@@ -110,7 +110,7 @@ def test_a_step_equals_its_parts_and_leaves_padding_alone(rows: int) -> None:
     raw, forget, strength, opening = given
     triton_step.launch(
         raw, parts.conv, forget, parts.rate, parts.bias, -5.0, strength, opening, parts.norm, 1e-5,
-        state[:, 1], window[:, 1], torch.tensor([3, -1, 1], device=out.device), out, rows=rows,
+        state[:, 1], window[:, 1], torch.tensor([3, -1, 1], device=out.device), out, warps=warps,
     )  # fmt: skip
 
     assert off_by(out[::2], wanted) < 1e-5
@@ -135,14 +135,14 @@ def test_a_step_of_the_release_reaches_slots_beyond_two_to_the_32(batch: int) ->
     places = step_plan(list(range(len(used))), [0] * len(used), [[0]] * len(used))
     wanted = by_parts(rows, parts, few, few_window, places)
 
-    for form in (0, 8):
+    for warps in (4, 8, 16):
         before = state[used, 1].clone()
         raw, forget, strength, opening = rows
         out = nan_like(len(used), heads, dim, dtype=BF16)
         taps = window[used, 1].clone()
         triton_step.launch(
             raw, parts.conv, forget, parts.rate, parts.bias, -5.0, strength, opening, parts.norm,
-            1e-5, state[:, 1], window[:, 1], plan.slots, out, rows=form,
+            1e-5, state[:, 1], window[:, 1], plan.slots, out, warps=warps,
         )  # fmt: skip
         assert off_by(out, wanted) < 6e-3
         assert off_by(state[used, 1], few[:, 1]) < 1e-4

@@ -12,12 +12,11 @@ from common.ops.norm.triton import gated_rms_norm
 from common.ops.plan import Chunks, Steps
 
 ROWS = 64
-FIXED_ROWS = 8  # of a head's state that a warp takes at a time
 
 
 def mix(
     raw: Tensor, forget: Tensor, strength: Tensor, opening: Tensor, parts: Mixer, state: Tensor,
-    conv: Tensor, layer: int, plan: Chunks | Steps, *, fixed: bool = False,
+    conv: Tensor, layer: int, plan: Chunks | Steps,
 ) -> Tensor:  # fmt: skip
     """Convolution, gate, delta rule and gated norm of every row of a pass.
 
@@ -30,7 +29,6 @@ def mix(
         conv: the pool, [slots, layers, H, 3, 3, D]; changed.
         layer: position among the pools' layers.
         plan: where the rows belong; a step's negative slot pads the batch.
-        fixed: take the same kernel whatever the batch.
 
     Returns:
         [N, H, D], dtype of `raw`; rows of padding are undefined but finite.
@@ -47,7 +45,6 @@ def mix(
         return triton_step.launch(
             raw, parts.conv, forget, parts.rate, parts.bias, parts.lower_bound, strength, opening,
             parts.norm, parts.eps, state[:, layer], conv[:, layer], plan.slots, out,
-            rows=FIXED_ROWS if fixed else None,
         )  # fmt: skip
     wide, forget, strength = (x.unflatten(0, (-1, ROWS)) for x in (raw, forget, strength))
     q, k, v = conv_chunks(wide, parts.conv, conv, layer, plan).unbind(2)

@@ -2,165 +2,129 @@
 
 A program owns one head of one request: it does the convolution, the gate, both L2 norms, the
 recurrence and the gated RMS norm, and reads and writes the head's 64 KiB of state once. No other
-program touches that head, so nothing is ordered between programs. There are two of the kind: one
-warp a head for a full device, four for a few heads. Knows nothing of pools: it gets one layer's
-view of them, whose slot stride may pass 2**31 elements.
+program touches that head, so nothing is ordered between programs. Knows nothing of pools: it gets
+one layer's view of them, whose slot stride may pass 2**31 elements.
+
+Memory sets the pace, so three things are laid out for it. Everything is asked for before anything
+is waited for: a barrier and a branch stand between, since the compiler otherwise moves the state's
+loads behind the convolution's arithmetic. A warp's rows of the state follow one another in memory.
+And q, k, v and the gate are rows of one tile, so that each of their channels is computed once and
+not in every warp.
 """
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
-REGISTERS = 144  # of a thread of the one-warp form: the fewest without a spill
-WARPS_WORTH = 1024  # heads from which one warp each is faster than four
+WARPS = 8  # of a program
 
 
 @triton.jit
-def _convolve(now, t0, t1, t2, weight, TAP: tl.constexpr):
-    """Convolution and SiLU of one of q, k, v; its oldest tap is weighted first."""
-    mixed = t0.to(tl.float32) * tl.load(weight)
-    mixed += t1.to(tl.float32) * tl.load(weight + TAP)
-    mixed += t2.to(tl.float32) * tl.load(weight + 2 * TAP)
-    mixed += now.to(tl.float32) * tl.load(weight + 3 * TAP)
+def _convolve(now, t0, t1, t2, w0, w1, w2, w3):
+    """Convolution and SiLU, rounded as its inputs are; the oldest tap is weighted first."""
+    mixed = t0.to(tl.float32) * w0
+    mixed += t1.to(tl.float32) * w1
+    mixed += t2.to(tl.float32) * w2
+    mixed += now.to(tl.float32) * w3
     return (mixed * tl.sigmoid(mixed)).to(now.dtype).to(tl.float32)
 
 
 @triton.jit
-def _vectors(
-    raw, f, beta, gate, taps, w_ptr, rate_ptr, bias_ptr, head, chan, lower, scale,
-    H: tl.constexpr, D: tl.constexpr,
+def kda_step_kernel(
+    raw_ptr, raw_row, f_ptr, f_row, beta_ptr, beta_row, gate_ptr, gate_row, out_ptr, slot_ptr,
+    state_ptr, state_slot, conv_ptr, conv_slot, w_ptr, rate_ptr, bias_ptr, norm_ptr,
+    lower, scale, eps,
+    H: tl.constexpr, D: tl.constexpr, W: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A head's q, k, v, decay, beta and opened gate; its window moves on by one row.
+    """Grid: (heads, requests); W warps hold a head's whole state, D / W rows each.
 
-    A tap is read and written by one thread, as long as there are no more threads than channels.
+    EARLY: the launch may begin while the one before it ends; until the wait it reads parameters
+    only.
     """
     inner: tl.constexpr = H * D
-    at = head * D + chan
-    q0, q1, q2 = tl.load(taps), tl.load(taps + 3 * D), tl.load(taps + 6 * D)
-    k0, k1, k2 = tl.load(taps + D), tl.load(taps + 4 * D), tl.load(taps + 7 * D)
-    v0, v1, v2 = tl.load(taps + 2 * D), tl.load(taps + 5 * D), tl.load(taps + 8 * D)
-    q_raw, k_raw, v_raw = tl.load(raw), tl.load(raw + inner), tl.load(raw + 2 * inner)
-    z = tl.load(f).to(tl.float32) + tl.load(bias_ptr + at)
-    opened = tl.sigmoid(tl.load(gate).to(tl.float32))
-    beta = tl.sigmoid(tl.load(beta).to(tl.float32))
-    alpha = tl.exp2(lower * LOG2E * tl.sigmoid(tl.load(rate_ptr + head) * z))
-    q = _convolve(q_raw, q0, q1, q2, w_ptr + at, 3 * inner)
-    k = _convolve(k_raw, k0, k1, k2, w_ptr + inner + at, 3 * inner)
-    v = _convolve(v_raw, v0, v1, v2, w_ptr + 2 * inner + at, 3 * inner)
-    tl.store(taps, q1)
-    tl.store(taps + 3 * D, q2)
-    tl.store(taps + 6 * D, q_raw)
-    tl.store(taps + D, k1)
-    tl.store(taps + 4 * D, k2)
-    tl.store(taps + 7 * D, k_raw)
-    tl.store(taps + 2 * D, v1)
-    tl.store(taps + 5 * D, v2)
-    tl.store(taps + 8 * D, v_raw)
-    q = q * (scale * tl.rsqrt(tl.sum(q * q, 0) + 1e-6))
-    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-    return q, k, v, alpha, beta, opened
-
-
-@triton.jit
-def kda_head_kernel(
-    raw_ptr, raw_row, f_ptr, f_row, beta_ptr, beta_row, gate_ptr, gate_row, out_ptr, slot_ptr,
-    state_ptr, state_slot, conv_ptr, conv_slot, w_ptr, rate_ptr, bias_ptr, norm_ptr,
-    lower, scale, eps,
-    H: tl.constexpr, D: tl.constexpr,
-):  # fmt: skip
-    """Grid: (heads, requests); D / 32 warps hold a head's whole state."""
+    R: tl.constexpr = D // W
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     chan = tl.arange(0, D)
-    at = head * D + chan
-    out_at = out_ptr + request * (H * D) + at
+    which = tl.arange(0, 4)[:, None]  # rows of the tile: q, k, v, forget gate
+    is_conv, is_gate = which < 3, which == 3
+    own = head * D + chan[None, :]
+    at = which * inner + own
+    w0 = tl.load(w_ptr + at, mask=is_conv, other=0.0)
+    w1 = tl.load(w_ptr + 3 * inner + at, mask=is_conv, other=0.0)
+    w2 = tl.load(w_ptr + 6 * inner + at, mask=is_conv, other=0.0)
+    w3 = tl.load(w_ptr + 9 * inner + at, mask=is_conv, other=0.0)
+    bias = tl.load(bias_ptr + own + which * 0, mask=is_gate, other=0.0)
+    rate = tl.load(rate_ptr + head)
+    if EARLY:
+        gdc_wait()
     slot = tl.load(slot_ptr + request).to(tl.int64)
-    if slot < 0:
-        tl.store(out_at, tl.zeros([D], out_ptr.dtype.element_ty))
-        return
-    key = tl.arange(0, D)
-    state_at = state_ptr + slot * state_slot + head * (D * D) + chan[:, None] * D + key[None, :]
-    state = tl.load(state_at)  # [value, key]; the longest wait, so it starts first
-    norm = tl.load(norm_ptr + chan)
-    q, k, v, alpha, beta, opened = _vectors(
-        raw_ptr + request * raw_row + at, f_ptr + request * f_row + at,
-        beta_ptr + request * beta_row + head, gate_ptr + request * gate_row + at,
-        conv_ptr + slot * conv_slot + head * (9 * D) + chan, w_ptr, rate_ptr, bias_ptr, head, chan,
-        lower, scale, H, D,
-    )  # fmt: skip
-    state = state * alpha[None, :]
-    wanted = tl.sum(state * k[None, :], 1)
-    read = tl.sum(state * q[None, :], 1)  # what the read finds before this token is written
-    error = beta * (v - wanted)
-    tl.store(state_at, state + error[:, None] * k[None, :])
-    out = (read + error * tl.sum(k * q, 0)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    out = out * tl.rsqrt(tl.sum(out * out, 0) / D + eps) * norm * opened
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def kda_warp_kernel(
-    raw_ptr, raw_row, f_ptr, f_row, beta_ptr, beta_row, gate_ptr, gate_row, out_ptr, slot_ptr,
-    state_ptr, state_slot, conv_ptr, conv_slot, w_ptr, rate_ptr, bias_ptr, norm_ptr,
-    lower, scale, eps,
-    H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Grid: (heads, requests); one warp walks down a head's state, the next rows on their way.
-
-    No warp waits for another, so many of them keep memory busy. `out` holds v, then the raw read,
-    then the result: it is in the cache, and each of them is of its dtype by definition.
-    """
-    head = tl.program_id(0)
-    request = tl.program_id(1).to(tl.int64)
-    chan = tl.arange(0, D)
-    at = head * D + chan
+    now = tl.load(raw_ptr + request * raw_row + at, mask=is_conv, other=0.0)
+    f = tl.load(f_ptr + request * f_row + own + which * 0, mask=is_gate, other=0.0)
+    beta = tl.load(beta_ptr + request * beta_row + head)
     kind = out_ptr.dtype.element_ty
-    out_at = out_ptr + request * (H * D) + head * D
-    slot = tl.load(slot_ptr + request).to(tl.int64)
-    if slot < 0:
-        tl.store(out_at + chan, tl.zeros([D], kind))
+    row = (tl.arange(0, W) * R)[:, None] + tl.arange(0, R)[None, :]
+    out_at = out_ptr + request * inner + head * D + row
+    real = slot >= 0
+    taps = conv_ptr + slot * conv_slot + head * (9 * D) + which * D + chan[None, :]
+    t0 = tl.load(taps, mask=is_conv & real, other=0.0)
+    t1 = tl.load(taps + 3 * D, mask=is_conv & real, other=0.0)
+    t2 = tl.load(taps + 6 * D, mask=is_conv & real, other=0.0)
+    tl.debug_barrier()  # keeps the small loads ahead of the large one
+    state_at = state_ptr + slot * state_slot + head * (D * D)
+    state_at += row[:, :, None] * D + chan[None, None, :]
+    state = tl.load(state_at, mask=real)  # [warp, value, key]
+    tl.debug_barrier()  # keeps all loads ahead of what waits for one
+    if not real:
+        tl.store(out_at, tl.zeros([W, R], kind))
         return
-    row = tl.arange(0, ROWS)
-    state_at = state_ptr + slot * state_slot + head * (D * D) + row[:, None] * D + chan[None, :]
-    ahead = tl.load(state_at)
-    later = tl.load(state_at + ROWS * D)
-    norm = tl.load(norm_ptr + chan)
-    q, k, v, alpha, beta, opened = _vectors(
-        raw_ptr + request * raw_row + at, f_ptr + request * f_row + at,
-        beta_ptr + request * beta_row + head, gate_ptr + request * gate_row + at,
-        conv_ptr + slot * conv_slot + head * (9 * D) + chan, w_ptr, rate_ptr, bias_ptr, head, chan,
-        lower, scale, H, D,
-    )  # fmt: skip
-    kq = tl.sum(k * q, 0)
-    tl.store(out_at + chan, v.to(kind))
-    tl.debug_barrier()
-    for tile in tl.range(0, D // ROWS, num_stages=1):
-        state = ahead * alpha[None, :]
-        ahead = later
-        later = tl.load(state_at + tl.minimum(tile + 2, D // ROWS - 1) * (ROWS * D))
-        mine = out_at + tile * ROWS + row
-        v_row = tl.load(mine, volatile=True).to(tl.float32)
-        wanted = tl.sum(state * k[None, :], 1)
-        read = tl.sum(state * q[None, :], 1)
-        error = beta * (v_row - wanted)
-        tl.store(state_at + tile * (ROWS * D), state + error[:, None] * k[None, :])
-        tl.store(mine, (read + error * kq).to(kind))
-    tl.debug_barrier()
-    out = tl.load(out_at + chan, volatile=True).to(tl.float32)
-    out = out * tl.rsqrt(tl.sum(out * out, 0) / D + eps) * norm * opened
-    tl.store(out_at + chan, out.to(kind))
+    u = _convolve(now, t0, t1, t2, w0, w1, w2, w3)
+    length = tl.rsqrt(tl.sum(u * u, 1) + 1e-6)[:, None]
+    u *= tl.where(which == 0, length * scale, tl.where(which == 1, length, 1.0))
+    alpha = tl.exp2(lower * LOG2E * tl.sigmoid(rate * (f.to(tl.float32) + bias)))
+    u = tl.where(is_gate, alpha, u)
+    tl.store(taps, t1, mask=is_conv)
+    tl.store(taps + 3 * D, t2, mask=is_conv)
+    tl.store(taps + 6 * D, now, mask=is_conv)
+    opened = tl.sigmoid(tl.load(gate_ptr + request * gate_row + head * D + row).to(tl.float32))
+    norm = tl.load(norm_ptr + row)
+    even, odd = tl.split(tl.reshape(tl.trans(u), [D, 2, 2]))
+    q, v = tl.split(even)
+    k, alpha = tl.split(odd)
+    q, k, alpha = q[None, None, :], k[None, None, :], alpha[None, None, :]
+    state = state * alpha
+    wanted = tl.sum(state * k, 2)
+    read = tl.sum(state * q, 2)  # what the read finds before this token is written
+    error = tl.sigmoid(beta.to(tl.float32)) * (tl.reshape(v, [W, R]) - wanted)
+    tl.store(state_at, state + error[:, :, None] * k)
+    out = (read + error * tl.sum(k * q, 2)).to(kind).to(tl.float32)
+    out = out * tl.rsqrt(tl.sum(tl.sum(out * out, 1), 0) / D + eps) * norm * opened
+    tl.store(out_at, out.to(kind))
+
+
+@functools.cache
+def _early(device: torch.device) -> bool:
+    """Whether a launch on this device can begin before the one ahead of it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch(
     raw: Tensor, weight: Tensor, f: Tensor, rate: Tensor, bias: Tensor, lower_bound: float,
     beta: Tensor, gate: Tensor, norm: Tensor, eps: float, state: Tensor, conv: Tensor,
     slots: Tensor,
-    out: Tensor, *, rows: int | None = None, registers: int = REGISTERS,
+    out: Tensor, *, warps: int = WARPS,
 ) -> Tensor:  # fmt: skip
     """Advance every share by one token.
+
+    The launch just before this one may write anything but `weight`, `rate` and `bias`: these are
+    read before it has ended.
 
     Args:
         raw: [B, 3, H, D], raw projections q, k, v; may be strided over rows.
@@ -172,23 +136,17 @@ def launch(
         conv: the same, [slots, H, 3, 3, D]; changed.
         slots: integers [B]; negative pads the batch.
         out: [B, H, D], contiguous; receives the normed and gated reads, zeros where a row is
-        padding. rows: value rows a warp takes at a time; 0 for whole heads at once; by the batch
-        when None.
+        padding. warps: of a program, a power of two, at most D.
     """
     batch, heads, dim = raw.shape[0], state.shape[1], state.shape[3]
     if not batch:
         return out
-    if rows is None:
-        rows = 0 if batch * heads < WARPS_WORTH else 8
-    args = (
+    early = _early(raw.device)
+    kda_step_kernel[(heads, batch)](
         raw, raw.stride(0), f, f.stride(0), beta, beta.stride(0), gate, gate.stride(0), out, slots,
         state, state.stride(0), conv, conv.stride(0), weight, rate, bias, norm,
         lower_bound, dim**-0.5, eps,
+        H=heads, D=dim, W=warps, EARLY=early, num_warps=warps,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
-    if rows:
-        kda_warp_kernel[(heads, batch)](
-            *args, H=heads, D=dim, ROWS=rows, num_warps=1, maxnreg=registers
-        )
-    else:
-        kda_head_kernel[(heads, batch)](*args, H=heads, D=dim, num_warps=max(1, dim // 32))
     return out
