@@ -114,7 +114,7 @@ def kda_steps(report: Report) -> None:
                     norm.gated_rms_norm(o, gate, parts.norm, 1e-5)
 
                 calls = [lambda i=i: definition(i) for i in range(layers)]
-                report("kda_step", case, "definition", calls, bytes_=moved)
+                report("kda_step", case, "definition", calls, bytes_=moved, graph=False)
 
 
 def _fla_step(
