@@ -74,32 +74,35 @@ class Rank:
 
     def __init__(
         self,
-        model: GroupModel,
         memory: TextMemory,
         receiver: Receiver,
         channel: Channel,
         moving: Moving | None,
     ) -> None:
-        """Take a model that has met its group; `moving` where experts change ranks."""
-        self._model, self._memory, self._moving = model, memory, moving
+        """Take what READs land in; `moving` where experts change ranks."""
+        self._memory, self._moving = memory, moving
         self._receiver, self._channel = receiver, channel
         device = partial(use_device, memory.latents.pages.device)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="transfer", initializer=device)
         self._abandoned: set[int] = set()
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
 
-    def serve(self) -> None:
-        """Obey until the leader is gone; never returns normally.
+    def listen(self) -> None:
+        """Answer the leader from now on: meeting and recording take longer than silence may."""
+        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+        threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
+
+    def serve(self, model: GroupModel) -> None:
+        """Obey, with a model that has met its group, until the leader is gone; never returns
+        normally.
 
         Raises:
             RoomLost: the leader or another rank is gone.
         """
-        threading.Thread(target=self._listen, name="orders", daemon=True).start()
-        threading.Thread(target=self._sweep, name="sweep", daemon=True).start()
         logits: Tensor | None = None  # of the last pass
         while (order := self._orders.get()) is not None:
             if isinstance(order, Pass):
-                logits = self._model.obey(order, self._memory.tensors)[0]
+                logits = model.obey(order, self._memory.tensors)[0]
             elif isinstance(order, Choose) and logits is not None:
                 self._channel.send(chosen(order, logits))
             elif isinstance(order, Mirrored) and order.what in MIRRORED:
@@ -107,11 +110,11 @@ class Rank:
             elif isinstance(order, Sign):
                 self._tell_signed(order.number, sign(self._memory, order.place))
             elif isinstance(order, Count):
-                rows = self._model.load()
+                rows = model.load()
                 self._channel.send(Counted(number=order.number, rows=rows))
             elif isinstance(order, Commit) and self._moving is not None:
                 shares = Placement(order.shares)
-                self._moving.commit(order.layer, order.places, shares, self._model.mates)
+                self._moving.commit(order.layer, order.places, shares, model.mates)
                 self._channel.send(Ended(number=order.number))
             else:
                 raise ServingError(f"a rank cannot obey {type(order).__name__}")
@@ -216,9 +219,11 @@ def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> 
         receiver = Receiver(
             link, quarantine_bound=settings.transfer.quarantine_bound, verifying=False
         )
+        own = Rank(memory, receiver, channel, moving)
+        own.listen()
         model = part.meet(store)
         record(plan, model, memory)
-        Rank(model, memory, receiver, channel, moving).serve()
+        own.serve(model)
     except Exception as error:  # the process's last handler: tell, and end
         log.error("rank %d ends: %s", rank, error)
         channel.send(Failed(reason=str(error)))
