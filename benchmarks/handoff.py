@@ -50,7 +50,8 @@ SLOW_S = 0.1
 SIZES = (1024, 8192, 65536)
 AT_ONCE = (1, 2, 4, 8)
 PIECES_MB = (64, 128, 256, 384, 512)
-STAGED_MB = (256, 1 << 20)
+WHOLE_MB = 1 << 20  # more than any request: one piece
+STAGED_MB = (384, 512, WHOLE_MB)
 Way = Callable[[], object]
 
 
@@ -148,11 +149,12 @@ class Bench:
             took.setdefault("all of it", []).append(steps[-1][1] - steps[0][1])
             self.side.settle()
         size = piece_bytes >> 20
+        told_size = "one piece" if size == WHOLE_MB else f"pieces of {size} MiB"
         for what, seconds in took.items():
             timing = summary(seconds[WARM:])
             case = {"tokens": self.tokens, "at_once": 1, "piece_mib": size, "stage": what}
             keep("handoff", case, timing, bytes=self.moved)
-            print(f"{self.tokens:6} pieces of {size} MiB: {what:22} {told(timing)}", flush=True)
+            print(f"{self.tokens:6} {told_size}: {what:22} {told(timing)}", flush=True)
 
     def in_pieces(self, piece_bytes: int) -> None:
         """The same READs, nothing verified."""
@@ -214,7 +216,7 @@ class Bench:
             piece = size << 20
             ways[f"verified, pieces of {size} MiB"] = (partial(self.verified, piece), 0)
         ways["64 MiB pieces, bare"] = (partial(self.in_pieces, 64 << 20), 0)
-        ways["verified, one piece"] = (partial(self.verified, 1 << 40), 0)
+        ways["verified, one piece"] = (partial(self.verified, WHOLE_MB << 20), 0)
         return ways
 
     def run(self, buffer: torch.Tensor, producer: str) -> None:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,6 +37,7 @@ from common.cache.mla_pool import pages_of
 from common.config.spec import ModelSpec
 from common.contract.messages import Endpoint
 from common.runtime.landing import Landing
+from common.runtime.loaded import use_device
 from common.transfer.link import pair_spans
 from common.transfer.receiver import Receiver
 
@@ -139,7 +141,8 @@ def while_steps_run(side: Side, peer: Endpoint, pipe: Connection, batch: int) ->
     print("signed; capturing the step", flush=True)
     step = decode_step(side, batch, 8192)
     steps(side, step, 5)
-    with ThreadPoolExecutor(max(AT_ONCE)) as threads:
+    own = partial(use_device, side.device)
+    with ThreadPoolExecutor(max(AT_ONCE), initializer=own) as threads:
         for producer in ("idle", "computes"):
             if producer == "computes":
                 pipe.send("compute")

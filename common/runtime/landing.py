@@ -91,8 +91,7 @@ class Landing:
     def landed(self, number: int) -> None:
         """Digest a piece that has arrived; on a device this returns before it is."""
         self._sums()
-        with self._beside():
-            self._adds[number]()
+        self._adds[number]()  # on the stream beside, where it was prepared
 
     def signature(self) -> Signature:
         """Clear what lies behind the last token, and say what all pieces add up to."""

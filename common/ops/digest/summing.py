@@ -17,6 +17,7 @@ from torch import Tensor
 
 from common.ops.digest import reference
 from common.ops.digest.reference import Signature
+from common.ops.digest.upload import on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +61,8 @@ class Summing:
     def plan(self, groups: Sequence[Sequence[Rows]]) -> list[Callable[[], None]]:
         """What adds each group of parts when it is called, in any order; errors as of `add`.
 
-        On a device everything a launch needs is sent now, in one copy on the current stream, and a
-        call is one launch on the current stream.
+        On a device everything a launch needs is sent now, in one copy, and a call is one launch,
+        both on the stream that is current now.
         """
         sums, bad = self._totals
         if sums.is_cuda:
@@ -93,7 +94,7 @@ class Summing:
 
     def signature(self) -> Signature:
         """What was added so far."""
-        sums, bad = self._totals.cpu().numpy().view(np.uint64).tolist()  # the only wait
+        sums, bad = on_host(self._totals).numpy().view(np.uint64).tolist()
         unsound = zip(self.names, bad, strict=True) if any(bad) else ()
         return Signature(
             sums=dict(zip(self.names, sums, strict=True)),
