@@ -207,14 +207,15 @@ def run_rank(plan: Plan, rank: int, *, secret: str, leader: tuple[str, int]) -> 
     settings = plan.settings
     join = first_word(plan, rank, secret=secret, reserve=group_reserve(plan))
     part = read_part(plan, rank)
+    # All that takes long comes before the group: one that has joined may not be silent.
+    memory = part.memory()
+    link = NixlLink(f"rank-{rank}-{time.time_ns()}", transports=settings.transfer.transports)
+    pools = memory.register(link)
+    moving = Moving(rank, part.weights) if plan.moves else None
+    experts = () if moving is None else moving.register(link)
+    agent = Agent(name=link.agent, metadata=link.metadata(), pools=pools)
     channel, store = enter(*leader, join)
     try:
-        memory = part.memory()
-        link = NixlLink(f"rank-{rank}-{time.time_ns()}", transports=settings.transfer.transports)
-        pools = memory.register(link)
-        moving = Moving(rank, part.weights) if plan.moves else None
-        experts = () if moving is None else moving.register(link)
-        agent = Agent(name=link.agent, metadata=link.metadata(), pools=pools)
         channel.send(Here(agent=agent, experts=experts))
         receiver = Receiver(
             link, quarantine_bound=settings.transfer.quarantine_bound, verifying=False
