@@ -40,11 +40,13 @@ def _refuse_device(device: str) -> None:
 
 
 def _refuse_taken(host: str, port: int) -> None:
-    with socket.socket() as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; set PORT or ADMIN_PORT"
+                f"cannot listen on {host}:{port}: {error.strerror}; "
+                "set server.host, PORT or ADMIN_PORT"
             ) from error

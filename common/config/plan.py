@@ -116,6 +116,9 @@ def plan(spec: ModelSpec, wish: Wish, *, dtype: str = "bfloat16") -> Plan:
     Raises:
         ConfigError: the model or the users do not fit; it says what does.
     """
+    for what in ("gpus", "context", "users", "typical", "answer"):
+        if getattr(wish, what) < 1:
+            raise ConfigError(f"{what} is {getattr(wish, what)}; it must be at least 1")
     if wish.gpu not in GPUS:
         raise ConfigError(f"GPU {wish.gpu!r} is unknown; use one of {', '.join(GPUS)}")
     if wish.context > spec.text.max_position:

@@ -28,6 +28,7 @@ PLAINER = (  # its places in its own source, its marks, and its advice to who ca
     (r"\W+Enable 'coerce_one_of'.*", "; write anyOf, or parts that exclude each other"),
     (r"; (?:either increase limits|consider making your grammar).*", "; make it simpler"),
     (r"lexer error: too many expressions constructed", "it is too large; make it simpler"),
+    (r".*NoExtensionBias.*", "no text fits it"),
 )
 
 # What a compilation and a step may cost, in the library's own units: past any of these a matcher is

@@ -266,9 +266,13 @@ def write_program(monkeypatch, program):
     return monkeypatch
 
 
-async def test_a_form_that_breaks_on_the_way_is_refused_before_it_is_asked_for(judge):
-    wanted = form(structured_outputs={"regex": "(((a{50}){50}){50}){50}"}, reasoning_effort="none")
-    with pytest.raises(InvalidRequest, match="cannot be enforced"):
+@pytest.mark.parametrize(
+    ("regex", "said"),
+    [("(((a{50}){50}){50}){50}", "cannot be enforced"), (r"a[^\s\S]b", "no text fits it")],
+)
+async def test_a_form_that_breaks_on_the_way_is_refused_before_it_is_asked_for(judge, regex, said):
+    wanted = form(structured_outputs={"regex": regex}, reasoning_effort="none")
+    with pytest.raises(InvalidRequest, match=said):
         await judge.check(wanted)
 
 

@@ -79,6 +79,8 @@ def test_more_gpus_never_finish_fewer_requests() -> None:
         ({"gpus": 24}, "24 x h200 are too few: a prefill replica alone takes 16"),
         ({"gpus": 32}, "500 users of 8,192 tokens do not fit 32 x h200: at most"),
         ({"gpu": "abacus"}, "'abacus' is unknown"),
+        ({"gpus": -4}, "gpus is -4; it must be at least 1"),
+        ({"users": 0}, "users is 0; it must be at least 1"),
         ({"context": 1 << 21}, "beyond the model's 1048576"),
     ],
 )

@@ -199,7 +199,20 @@ EARLY_MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("mutation", EARLY_MUTATIONS.values(), ids=EARLY_MUTATIONS.keys())
+FAR = {  # some ten seconds each
+    "an offer of an old epoch is pulled",
+    "a pull between two READs is waited for",
+    "reservations that are pulled do not expire",
+}
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(mutation, id=name, marks=[pytest.mark.slow] if name in FAR else [])
+        for name, mutation in EARLY_MUTATIONS.items()
+    ],
+)
 def test_a_broken_pull_is_found(mutation: Rules | Habits):
     rules = mutation if isinstance(mutation, Rules) else RULES
     habits = mutation if isinstance(mutation, Habits) else Habits()
