@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import torch
 from tests.support.processes import ROOT, write_settings
 
 torch.set_num_threads(1)
+LINGERING = 8  # threads of this process more than after the last collection
 SERVER_S = 120  # patience for Ray, four deployments and the first probe
 
 
@@ -32,6 +34,27 @@ def _transports() -> Iterator[None]:
     os.environ.pop("UCX_TLS", None)
     if before is not None:
         os.environ["UCX_TLS"] = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _threads() -> list[int]:
+    """How many threads this process had after the last collection; what was imported stays."""
+    gc.collect()
+    gc.freeze()
+    return [len(os.listdir("/proc/self/task"))]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_lingers(_threads: list[int]) -> Iterator[None]:
+    """Rooms of this process that were closed let go of their NIXL agents when they are collected.
+
+    Python collects a large heap seldom, and each agent's progress thread takes some hundredths of a
+    core until then: a hundred of them are both cores of a small machine.
+    """
+    yield
+    if len(os.listdir("/proc/self/task")) > _threads[0] + LINGERING:
+        gc.collect()
+        _threads[0] = len(os.listdir("/proc/self/task"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

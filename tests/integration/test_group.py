@@ -52,8 +52,8 @@ def slow(*values):
 AXES = [  # of prefill, of decode
     ({}, {"tensor": 2, "expert": 2}),
     ({}, {"data": 2, "expert": 2}),
-    ({"tensor": 2}, {}),
     ({"tensor": 2, "expert": 2, "spread": True}, {"tensor": 2}),
+    slow({"tensor": 2}, {}),
     slow({}, {"tensor": 4}),
     slow({}, {"tensor": 2, "data": 2, "expert": 4, "spread": True}),
     slow({}, {"tensor": 2, "data": 2, "expert": 4}),
@@ -90,7 +90,7 @@ def lanes_asked(room) -> set[int]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"), [({}, {"data": 2, "expert": 2}), ({"data": 2, "expert": 2}, {})]
+    ("prefill", "decode"), [({}, {"data": 2, "expert": 2}), slow({"data": 2, "expert": 2}, {})]
 )
 async def test_a_group_hands_off_whole_tickets_whatever_the_layer_groups(prefill, decode):
     expected = await answers_of_one()

@@ -136,7 +136,7 @@ class Withheld:
             self.stopped.signal(signal.SIGCONT)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_a_room_whose_quarantine_stays_full_is_not_ready_finishes_its_streams_and_exits(
     tmp_path, monkeypatch, lanes
 ):
