@@ -129,7 +129,13 @@ class PulledHarm(Harm):
         pulled.hurt = hurt
 
 
-@pytest.mark.parametrize("kind", PulledHarm.COVERED)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] if at else [])
+        for at, kind in enumerate(PulledHarm.COVERED)
+    ],
+)
 async def test_loss_is_noticed_where_offers_are_pulled(kind):
     parts = {STATE: "digest:state:2", PAGE: "digest:latent:3", PREVIOUS: "digest:state:0"}
     async with in_process(EARLY) as relay:
@@ -147,7 +153,9 @@ async def test_loss_is_noticed_where_offers_are_pulled(kind):
         await relay.nothing_left()
 
 
-@pytest.mark.parametrize("layer", [0, 4, 7, END])
+@pytest.mark.parametrize(
+    "layer", [4, *(pytest.param(at, marks=pytest.mark.slow) for at in (0, 7, END))]
+)
 async def test_a_client_that_leaves_while_its_offer_is_pulled_frees_every_room(monkeypatch, layer):
     async with in_process(EARLY) as relay:
         pulled, stop = Pulled(relay), Stop(monkeypatch, layer)
