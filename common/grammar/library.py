@@ -11,16 +11,18 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import llguidance
-import numpy as np
 from llguidance.tiktoken import lltokenizer_from_encoding
-from numpy.typing import NDArray
 
 from common.config.vocabulary import END_OF_MSG, PIECES, SLOTS, control_tokens, read_ranks
 from common.contract.grammar import Grammar
 from common.errors import InvalidRequest
+
+if TYPE_CHECKING:  # a router starts without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 LONGEST_REASON = 300  # characters of the library's words that reach a client
 PLAINER = (  # its places in its own source, its marks, and its advice to who calls it

@@ -58,7 +58,7 @@ def test_masks_begin_before_the_pass_and_only_of_choices_that_get_a_token() -> N
     engine = DecodeEngine(
         model, MagicMock(), MagicMock(), MagicMock(), DecodeSettings(), Tally(),
         epoch=1, lease_s=1.0, canary_bound=0.0, push=MagicMock(), release=MagicMock(),
-        masks=SimpleNamespace(begin=begin),
+        masks=SimpleNamespace(begin=begin), pull_threads=MagicMock(),
     )  # fmt: skip
     engine._running = list(pairs)
     assert engine._step()
