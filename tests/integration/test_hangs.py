@@ -13,13 +13,11 @@ import signal
 
 import pytest
 
-from common.config.loading import load_settings
 from common.runtime import process, text_room
-from router.seats import Seat
 from services.decode.room import DecodeRoom
 from tests.support.golden import NANO
-from tests.support.processes import SECRET, Process, rooms, write_settings
-from tests.support.relay import Relay, house_of
+from tests.support.processes import Process, write_settings
+from tests.support.relay import Relay, with_producers
 
 ANSWER = 5
 DEADLINE_S = 1.0  # of one fetch
@@ -35,18 +33,8 @@ async def relay_with_processes(tmp_path, *, axes: dict[str, int] | None = None, 
         "decode": axes or {},
     }
     path = write_settings(tmp_path / "settings.toml", tables)
-    settings = load_settings(path, {})
-    with rooms(path, prefill=2, decode=0) as producers:
-        decode = DecodeRoom(settings, secret=SECRET)
-        there = await decode.open("127.0.0.1")
-        places = [process.place for process in producers]
-        seats = [Seat(key=p["id"], host=p["host"], port=p["port"]) for p in places]
-        seats.append(Seat(key=there.id, host=there.host, port=there.port))
-        try:
-            async with house_of(settings, seats) as house:
-                yield Relay(house, decodes=[decode]), decode, producers
-        finally:
-            await decode.close()
+    async with with_producers(path) as (relay, decode, producers):
+        yield relay, decode, producers
 
 
 class Stopper:

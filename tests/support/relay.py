@@ -25,7 +25,7 @@ from router.seats import Seat, Seats
 from services.decode.room import DecodeRoom
 from services.encoder.room import EncoderRoom
 from services.prefill.room import PrefillRoom
-from tests.support.processes import SECRET, rooms
+from tests.support.processes import SECRET, Process, rooms
 
 PRESENT_S = 30.0
 
@@ -127,6 +127,23 @@ async def in_process(
     finally:
         for room in everyone:
             await room.close()
+
+
+@contextlib.asynccontextmanager
+async def with_producers(path: Path) -> AsyncIterator[tuple[Relay, DecodeRoom, list[Process]]]:
+    """A decode room in this process before two prefill rooms in processes of their own."""
+    settings = load_settings(path, {})
+    with rooms(path, prefill=2, decode=0) as producers:
+        decode = DecodeRoom(settings, secret=SECRET)
+        there = await decode.open("127.0.0.1")
+        places = [process.place for process in producers]
+        seats = [Seat(key=p["id"], host=p["host"], port=p["port"]) for p in places]
+        seats.append(Seat(key=there.id, host=there.host, port=there.port))
+        try:
+            async with house_of(settings, seats) as house:
+                yield Relay(house, decodes=[decode]), decode, producers
+        finally:
+            await decode.close()
 
 
 @contextlib.asynccontextmanager

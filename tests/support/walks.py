@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from common.contract.grammar import Grammar
 from common.contract.messages import Sampling, TokenOut
 from common.grammar.library import Vocabulary
 from common.sampling.sampler import Row, sample
@@ -20,6 +21,12 @@ TOKENIZER = nano_tokenizer()
 LIMITS = RequestLimits(
     models=frozenset({"m"}), vocab=TOKENIZER.vocab, context=4096, eos=TOKENIZER.end_of_msg
 )
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
 ENDINGS = ('"', '"}', '":"', "}", "]", '"]', "}]", ")", "<|close|>", "<|end_of_msg|>")
 
 
@@ -44,6 +51,11 @@ def tool_form(parameters, **fields) -> Form:
     tool = {"type": "function", "function": {"name": "act", "parameters": parameters}}
     fields = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False} | fields
     return form(reasoning_effort="none", **fields)
+
+
+def plain(text: str) -> Grammar:
+    """A grammar of one text."""
+    return Grammar.of(f"%llguidance {{}}\nstart: {text} <[{TOKENIZER.end_of_msg}]>\n")
 
 
 @dataclass

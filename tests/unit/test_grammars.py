@@ -22,19 +22,9 @@ from router.prompt.form import Form, form_of
 from router.schema import parse_chat
 from services.decode.joining import join
 from tests.support.nano import ROOT
-from tests.support.walks import LIMITS, TOKENIZER, form, schema_form, vocabulary
+from tests.support.walks import LIMITS, PERSON, TOKENIZER, form, plain, schema_form, vocabulary
 
 NANO = ROOT / "checkpoints/nano"
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-
-
-def plain(text: str) -> Grammar:
-    return Grammar.of(f"%llguidance {{}}\nstart: {text} <[{TOKENIZER.end_of_msg}]>\n")
 
 
 def of(source: str, *beginnings: tuple[int, ...]) -> Form:

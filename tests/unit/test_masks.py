@@ -2,21 +2,9 @@
 
 import pytest
 
-from common.contract.grammar import Grammar
 from common.grammar.library import Filler
 from common.sampling.masks import Masks
-from tests.support.walks import TOKENIZER, schema_form, vocabulary
-
-PERSON = {
-    "type": "object",
-    "properties": {"name": {"type": "string"}},
-    "required": ["name"],
-    "additionalProperties": False,
-}
-
-
-def plain(text: str) -> Grammar:
-    return Grammar.of(f"%llguidance {{}}\nstart: {text} <[{TOKENIZER.end_of_msg}]>\n")
+from tests.support.walks import PERSON, TOKENIZER, plain, schema_form, vocabulary
 
 
 def test_many_masks_at_once_are_the_masks_of_each():

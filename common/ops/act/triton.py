@@ -8,26 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from common.ops.act import Activation
-
-
-@triton.jit
-def _inverse(x, FAST: tl.constexpr):
-    """1 / x; fast: within one unit in the last place."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
-        )
-    return 1.0 / x
-
-
-@triton.jit
-def _exp2(x, FAST: tl.constexpr):
-    """2^x; fast: within two units in the last place, and nothing below the normal numbers."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
-        )
-    return tl.exp2(x)
+from common.ops.triton_fast import exp2, inverse
 
 
 @triton.jit
@@ -35,9 +16,9 @@ def _bounded(x, most: tl.constexpr, FAST: tl.constexpr):
     """most * tanh(x / most) as most - 2 most / (1 + exp(2 x / most)); near zero, where that
     cancels, by its series.
     """
-    inverse = _inverse(1.0 + _exp2(x * (2.885390081777927 / most), FAST), FAST)
+    rest = inverse(1.0 + exp2(x * (2.885390081777927 / most), FAST), FAST)
     series = x * (1.0 - x * x * (1.0 / (3.0 * most * most)))
-    return tl.where(tl.abs(x) < 0.03 * most, series, most - 2.0 * most * inverse)
+    return tl.where(tl.abs(x) < 0.03 * most, series, most - 2.0 * most * rest)
 
 
 @triton.jit
@@ -45,7 +26,7 @@ def situ(gate, up, beta: tl.constexpr, linear_beta: tl.constexpr, FAST: tl.const
     """SiTU in fp32; `linear_beta` 0 takes `up` as it is."""
     if linear_beta > 0:
         up = _bounded(up, linear_beta, FAST)
-    open_ = _inverse(1.0 + _exp2(gate * -1.4426950408889634, FAST), FAST)
+    open_ = inverse(1.0 + exp2(gate * -1.4426950408889634, FAST), FAST)
     return _bounded(gate, beta, FAST) * open_ * up
 
 

@@ -17,29 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from common.ops.plan import Chunks
+from common.ops.triton_fast import exp2, inverse
 
 HALF = 32  # rows of one triangular system; a chunk of the grid is two
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _inverse(x, FAST: tl.constexpr):
-    """1 / x; fast: within one unit in the last place."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
-        )
-    return 1.0 / x
-
-
-@triton.jit
-def _exp2(x, FAST: tl.constexpr):
-    """2**x; fast: results below 2**-126 become zero."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
-        )
-    return tl.exp2(x)
 
 
 @triton.jit
@@ -99,7 +80,7 @@ def kda_chunk_kernel(
         q = tl.load(q_ptr + rows * qk_row + at, mask=live, other=0.0).to(tl.float32)
         if RAW:
             z = rate * (g + tl.load(bias_ptr + head * D + chan)[None, :])
-            g = tl.where(live, lower * LOG2E, 0.0) * _inverse(1.0 + _exp2(z, FAST), FAST)
+            g = tl.where(live, lower * LOG2E, 0.0) * inverse(1.0 + exp2(z, FAST), FAST)
         else:
             g = g * LOG2E
         last = tl.sum(g, 0)
@@ -107,10 +88,10 @@ def kda_chunk_kernel(
         k_long += tl.sum(k * k, 1)
         q_long += tl.sum(q * q, 1)
         x = tl.cumsum(g, 0) - middle[None, :]
-        rise = _exp2(x, FAST)
+        rise = exp2(x, FAST)
         kup = (k * rise).to(DTYPE)
         qup = (q * rise).to(DTYPE)
-        kdown = (k * _exp2(-x, FAST)).to(DTYPE)
+        kdown = (k * exp2(-x, FAST)).to(DTYPE)
         flat = pid * (C * D) + i * D + chan[None, :]
         tl.store(ks_ptr + flat, kup)
         tl.store(qg_ptr + flat, qup)
@@ -131,8 +112,8 @@ def kda_chunk_kernel(
     p = tl.where(j <= i, p * q_long[:, None] * k_long[None, :], 0.0)
     tl.store(p_ptr + square, p.to(DTYPE))
     m = tl.where(j < i, m * (beta * k_long)[:, None] * k_long[None, :], 0.0)
-    inverse = _invert(m, C, INVERSE)
-    tl.store(x_ptr + square, (inverse * beta[None, :]).to(DTYPE))
+    solved = _invert(m, C, INVERSE)
+    tl.store(x_ptr + square, (solved * beta[None, :]).to(DTYPE))
 
 
 @triton.jit
